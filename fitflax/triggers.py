@@ -172,7 +172,7 @@ def every(*, steps: int | None = None, epochs: int | None = None, seconds: float
         ConfigError: Not exactly one of `steps`, `epochs` and `seconds` is given, it is not positive, or `offset` is given without `steps`.
 
     >>> schedule = Schedule(every(steps=3, offset=1))
-    >>> [step for step in range(1, 9) if schedule.fires(Moment(step))]
+    >>> [step for step in range(1, 9) if schedule.due(Moment(step))]
     [1, 4, 7]
     """
     intervals = {name: value for name, value in (("steps", steps), ("epochs", epochs), ("seconds", seconds)) if value is not None}
@@ -203,7 +203,7 @@ def at(*steps: int) -> Trigger:
         ConfigError: There is no step, or a step is not a positive integer.
 
     >>> schedule = Schedule(at(1, 17))
-    >>> [step for step in range(1, 20) if schedule.fires(Moment(step))]
+    >>> [step for step in range(1, 20) if schedule.due(Moment(step))]
     [1, 17]
     """
     if not steps:
@@ -223,7 +223,7 @@ def first(steps: int, *, of_process: bool = False) -> Trigger:
         ConfigError: `steps` is not a positive integer.
 
     >>> schedule = Schedule(first(2, of_process=True))
-    >>> [step for step in range(101, 106) if schedule.fires(Moment(step, start_step=100))]
+    >>> [step for step in range(101, 106) if schedule.due(Moment(step, start_step=100))]
     [101, 102]
     """
     steps = integer_of("first(...)", steps, at_least=1)
@@ -240,7 +240,7 @@ class Schedule:
         seconds: The time at the beginning, from which time intervals are counted.
 
     >>> schedule = Schedule(every(seconds=7), seconds=0.0)
-    >>> [t for t in (10, 15, 19, 25, 27) if schedule.fires(Moment(1, seconds=t))]
+    >>> [t for t in (10, 15, 19, 25, 27) if schedule.due(Moment(1, seconds=t))]
     [10, 19, 27]
     """
 
@@ -254,7 +254,7 @@ class Schedule:
         """Whether any part measures time, so that the schedule has state worth saving."""
         return any(isinstance(part, _EverySeconds) for part in self._parts)
 
-    def fires(self, moment: Moment) -> bool:
+    def due(self, moment: Moment) -> bool:
         """Returns whether the trigger fires at `moment`, and remembers it."""
         fired = False
         for index, part in enumerate(self._parts):

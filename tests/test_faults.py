@@ -307,7 +307,7 @@ def test_elapsed_time_waits_for_the_device_and_excludes_compilation(monkeypatch)
 
 def test_triggers_receive_only_numbers_on_the_host():
     schedule = Schedule(every(steps=123) | first(10), 0.0)
-    fired = [step for step in range(1, 250) if schedule.fires(Moment(step))]
+    fired = [step for step in range(1, 250) if schedule.due(Moment(step))]
     assert fired == [*range(1, 11), 123, 246]
     # A trigger gets nothing else: there is no array that it could wait for.
     assert all(isinstance(value, int | float | bool) for value in dataclasses.astuple(Moment(1)))
@@ -315,16 +315,16 @@ def test_triggers_receive_only_numbers_on_the_host():
 
 def test_the_first_steps_of_a_process_are_as_many_as_requested():
     schedule = Schedule(first(3, of_process=True), 0.0)
-    assert [step for step in range(101, 110) if schedule.fires(Moment(step, start_step=100))] == [101, 102, 103]
+    assert [step for step in range(101, 110) if schedule.due(Moment(step, start_step=100))] == [101, 102, 103]
 
 
 def test_a_time_trigger_does_not_go_stale_when_another_fires():
     schedule = Schedule(every(seconds=7) | every(steps=2), 0.0)
     moments = [(1, 10.0), (2, 15.0), (3, 19.0), (4, 25.0), (5, 27.0)]
     # By time: 10, 19 and 27; by their number: steps 2 and 4.
-    assert [seconds for step, seconds in moments if schedule.fires(Moment(step, seconds=seconds))] == [10.0, 15.0, 19.0, 25.0, 27.0]
+    assert [seconds for step, seconds in moments if schedule.due(Moment(step, seconds=seconds))] == [10.0, 15.0, 19.0, 25.0, 27.0]
     alone = Schedule(every(seconds=7) | every(steps=1000), 0.0)
-    assert [seconds for step, seconds in moments if alone.fires(Moment(step, seconds=seconds))] == [10.0, 19.0, 27.0]
+    assert [seconds for step, seconds in moments if alone.due(Moment(step, seconds=seconds))] == [10.0, 19.0, 27.0]
 
 
 # -- files --

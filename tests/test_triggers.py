@@ -11,12 +11,12 @@ from fitflax.triggers import Moment, Schedule, Trigger, at, every, first
 
 def fired(trigger, steps, *, start=0):
     schedule = Schedule(trigger)
-    return [step for step in steps if schedule.fires(Moment(step, start_step=start))]
+    return [step for step in steps if schedule.due(Moment(step, start_step=start))]
 
 
 def fired_at_seconds(trigger, seconds, *, begin=0.0):
     schedule = Schedule(trigger, begin)
-    return [second for second in seconds if schedule.fires(Moment(1, seconds=second))]
+    return [second for second in seconds if schedule.due(Moment(1, seconds=second))]
 
 
 # --- Steps ---
@@ -57,7 +57,7 @@ def test_the_rule_of_flax_extra_continues_after_a_resume():
 # bobbin: interval 123 and the first 10 steps.
 @pytest.mark.parametrize(("step", "is_due"), [(123, True), (124, False), (3, True), (10, True), (11, False), (246, True)])
 def test_an_interval_and_the_first_steps_are_combined_as_in_bobbin(step, is_due):
-    assert Schedule(every(steps=123) | first(10)).fires(Moment(step)) is is_due
+    assert Schedule(every(steps=123) | first(10)).due(Moment(step)) is is_due
 
 
 def test_the_first_steps_of_a_process_are_counted_from_the_step_where_it_started():
@@ -73,7 +73,7 @@ def test_the_first_steps_of_a_process_are_counted_from_the_step_where_it_started
 def test_every_epochs_fires_only_at_the_end_of_an_epoch():
     schedule = Schedule(every(epochs=2))
     moments = [Moment(step, epochs_done=step // 3, epoch_ends=step % 3 == 0) for step in range(1, 13)]
-    assert [moment.step for moment in moments if schedule.fires(moment)] == [6, 12]
+    assert [moment.step for moment in moments if schedule.due(moment)] == [6, 12]
 
 
 def test_a_moment_is_not_the_end_of_an_epoch_by_default():
@@ -95,51 +95,51 @@ def test_seconds_are_counted_from_the_start_of_the_schedule():
 def test_a_time_trigger_that_fires_along_with_a_step_does_not_fire_at_the_next_step():
     schedule = Schedule(every(steps=2) | every(seconds=10))
     moments = [Moment(1, seconds=1), Moment(2, seconds=10), Moment(3, seconds=11), Moment(4, seconds=12), Moment(5, seconds=20)]
-    assert [schedule.fires(moment) for moment in moments] == [False, True, False, True, True]
+    assert [schedule.due(moment) for moment in moments] == [False, True, False, True, True]
 
 
 def test_a_step_trigger_that_fires_does_not_delay_a_time_trigger():
     schedule = Schedule(every(seconds=10) | every(steps=2))
-    assert schedule.fires(Moment(2, seconds=6))
-    assert schedule.fires(Moment(3, seconds=10))
+    assert schedule.due(Moment(2, seconds=6))
+    assert schedule.due(Moment(3, seconds=10))
 
 
 def test_one_trigger_serves_two_schedules():
     trigger = every(seconds=5)
     early, late = Schedule(trigger), Schedule(trigger)
-    assert early.fires(Moment(1, seconds=5)) and late.fires(Moment(1, seconds=6))
-    assert early.fires(Moment(2, seconds=10)) and not late.fires(Moment(2, seconds=10))
+    assert early.due(Moment(1, seconds=5)) and late.due(Moment(1, seconds=6))
+    assert early.due(Moment(2, seconds=10)) and not late.due(Moment(2, seconds=10))
 
 
 def test_a_restored_schedule_continues_where_the_saved_one_was_on_another_clock():
     trigger = every(seconds=10) | every(steps=100)
     before = Schedule(trigger, 0.0)
-    assert before.fires(Moment(1, seconds=12))
+    assert before.due(Moment(1, seconds=12))
     saved = before.state_dict(16.0)
     after = Schedule(trigger, 1000.0)
     after.load_state_dict(saved, 1000.0)
-    assert not after.fires(Moment(2, seconds=1005.9))
-    assert after.fires(Moment(3, seconds=1006.0))
+    assert not after.due(Moment(2, seconds=1005.9))
+    assert after.due(Moment(3, seconds=1006.0))
 
 
 def test_the_next_time_of_a_schedule_is_that_of_the_part_that_fires_first():
     schedule = Schedule(every(seconds=10) | every(seconds=4) | every(steps=3), 100.0)
     assert schedule.next_seconds == 104.0
-    assert schedule.fires(Moment(1, seconds=105.0)) and schedule.next_seconds == 109.0
+    assert schedule.due(Moment(1, seconds=105.0)) and schedule.next_seconds == 109.0
     assert Schedule(every(steps=1) | every(epochs=1)).next_seconds == Schedule(None).next_seconds == math.inf
 
 
 def test_the_state_of_another_trigger_is_ignored():
     schedule = Schedule(every(seconds=10))
     schedule.load_state_dict({"since": [1.0, 2.0]}, 5.0)
-    assert schedule.fires(Moment(1, seconds=10))
+    assert schedule.due(Moment(1, seconds=10))
 
 
 # --- Values ---
 
 
 def test_a_schedule_without_a_trigger_never_fires():
-    assert not Schedule(None).fires(Moment(1, epoch_ends=True, seconds=1e9))
+    assert not Schedule(None).due(Moment(1, epoch_ends=True, seconds=1e9))
 
 
 def test_triggers_are_compared_by_value():

@@ -233,7 +233,7 @@ class Callback:
             moment = checkpoint.run.position.moment
             if self._plain_schedule is None:
                 self._plain_schedule = Schedule(self.every, moment.seconds)
-            if not self._plain_schedule.fires(moment) and not self.wants(checkpoint):
+            if not self._plain_schedule.due(moment) and not self.wants(checkpoint):
                 return checkpoint
         self.on_checkpoint(checkpoint)
         return checkpoint

@@ -154,7 +154,7 @@ class CallbackList:
 
     def evaluate_triggers(self, moment: Moment) -> set[int]:
         """Returns the `id()` of each callback whose trigger fires at `moment`."""
-        return {id(callback) for callback, schedule in self._schedules if schedule.fires(moment)}
+        return {id(callback) for callback, schedule in self._schedules if schedule.due(moment)}
 
     def on_checkpoint(self, checkpoint: Checkpoint, fired_ids: set[int]) -> None:
         """Calls `on_checkpoint` of the callbacks in `fired_ids` and of those that request it. All are synced before the first of them saves.

@@ -199,7 +199,7 @@ class TensorBoard(StepLogger):
         assert self._files is not None
         self._describe(self._files, checkpoint)
         moment = checkpoint.run.position.moment
-        fired = {name for name, schedule in self._schedules.items() if schedule.fires(moment)}
+        fired = {name for name, schedule in self._schedules.items() if schedule.due(moment)}
         self._write_evaluations(self._files, checkpoint)
         # The loop's schedule and those here read the clock at slightly different times. If only the loop's fired, write values.
         if "values" in fired or checkpoint.epoch_ends or not (fired or checkpoint.evaluations):

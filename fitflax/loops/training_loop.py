@@ -418,7 +418,7 @@ class Run:
         # Recorded now, so that a resume from a checkpoint that is saved below ends the epoch again. After a partial epoch, no state is saved.
         self._before_epoch_end = self.callbacks.state_dict(self.seconds), self._live.borrow() if is_whole else None
         checkpoint = self._make_checkpoint(epoch_ends=True)
-        if self._validation.at_epoch(self.progress.epoch) or (is_whole and self._validation_schedule.fires(self._moment(epoch_ends=True))):
+        if self._validation.at_epoch(self.progress.epoch) or (is_whole and self._validation_schedule.due(self._moment(epoch_ends=True))):
             checkpoint = self._validation.evaluate(checkpoint, self._program, self.spent)
         checkpoint.logs.earlier = self._validated
         self.epoch_logs = checkpoint.logs
@@ -438,12 +438,12 @@ class Run:
         if not self._has_triggers:
             return False
         moment = self._moment(epoch_ends=not progress.epoch_is_open)
-        if progress.epoch_is_open and self._validation_schedule.fires(moment):
+        if progress.epoch_is_open and self._validation_schedule.due(moment):
             self._pending_checkpoint = self._validation.evaluate(self._make_checkpoint(), self._program, self.spent)
             self._validated = {key: self._pending_checkpoint.logs[key] for key in sorted(self._pending_checkpoint.evaluated)}
         self.fired_ids = self.callbacks.evaluate_triggers(moment)
         progress.is_pending = False
-        return self._schedule.fires(moment) or bool(self.fired_ids) or (self._pending_checkpoint is not None and progress.epoch_is_open)
+        return self._schedule.due(moment) or bool(self.fired_ids) or (self._pending_checkpoint is not None and progress.epoch_is_open)
 
     def _moment(self, *, epoch_ends: bool) -> Moment:
         progress = self.progress
