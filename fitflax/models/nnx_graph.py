@@ -270,6 +270,9 @@ class ModuleVariables:
 
 def _axes_of(variable: nnx.Variable[Any]) -> tuple[Any, ...] | None:
     """Returns the axis names in a variable's metadata; `None` if there are none."""
-    if not variable.get_metadata().get("out_sharding"):
+    sharding = variable.get_metadata().get("out_sharding")
+    if not sharding:
         return None
+    if isinstance(sharding, jax.sharding.NamedSharding):  # Flax reads only specifications.
+        return tuple(sharding.spec)
     return tuple(nnx.spmd.get_var_pspec(variable) or ())

@@ -525,6 +525,16 @@ def test_lora_trains_only_its_own_parameters(tmp_path):
     np.testing.assert_array_equal(model.base.kernel[...], base.model.layers[0].kernel[...])
 
 
+def test_a_variable_with_a_named_sharding_has_its_axis_names():
+    mesh = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4], axis_types=(jax.sharding.AxisType.Auto,))
+    model = nnx.Linear(4, 3, rngs=nnx.Rngs(0))
+    model.kernel = nnx.Param(np.ones((4, 3), np.float32), out_sharding=jax.NamedSharding(mesh, jax.P("data", None)))
+    trainer = fitflax.Trainer(model, parallel=Sharded(mesh))
+    trainer.compile("adam", LABELS)
+    assert trainer.state.logical_axes(strict=False).params["kernel"] == jax.P("data", None)
+    assert trainer.state.params["kernel"].sharding.spec == jax.P("data")
+
+
 @pytest.mark.slow
 def test_axis_names_in_metadata_split_the_state():
     mesh = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4], axis_types=(jax.sharding.AxisType.Auto,))
