@@ -1,6 +1,7 @@
 """The stages of `fit` around the steps of a run: the data, the checkpoint to resume from, and the callbacks from beginning to end."""
 
 import contextlib
+import functools
 import signal
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -25,6 +26,7 @@ from fitflax.loops.session import Session
 from fitflax.loops.setup import find_saved
 from fitflax.loops.signals import Interruption
 from fitflax.loops.training_loop import Run
+from fitflax.parallel.processes import after_first
 from fitflax.triggers import Trigger
 
 # -- data --
@@ -192,7 +194,11 @@ def run_with_callbacks(session: Session, trainer: TrainerView, run: Run, params:
         }
         hooks.bind(trainer, {**params, **run_params}, spent=run.spent, exits_immediately=lambda: interruption.exits_immediately)
         with run.spent.on("callbacks"):
-            hooks.open_run(session.run_id, progress.step)
+            open_run = functools.partial(hooks.open_run, session.run_id, progress.step)
+            if session.strategy.num_processes > 1:
+                after_first(open_run)  # Process 0 sets aside the checkpoints of another run before the others look for those of this one.
+            else:
+                open_run()
         hooks.start_schedules(run.seconds)
         failed.pop_all()
     session.is_fitting = True

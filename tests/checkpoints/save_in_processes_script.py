@@ -4,6 +4,7 @@ Results are lines with a word and JSON: RESULT, or ERROR with the exception's ty
 run several scenarios, one after another, and print a line with `RUN` and the name before each.
 """
 
+import contextlib
 import json
 import sys
 import warnings
@@ -16,7 +17,7 @@ import optax
 import fitflax
 from fitflax import parallel
 from fitflax.callbacks import BestCheckpoint, LambdaCallback, ModelCheckpoint
-from fitflax.checkpoints import orbax_format, shard_format
+from fitflax.checkpoints import CheckpointStore, orbax_format, shard_format
 from fitflax.checkpoints.plain_tree import leaf_paths
 from fitflax.parallel.processes import Board
 from tests.many_processes_script import DEVICES, Network, examples, share_programs
@@ -115,6 +116,35 @@ def desert(kind: str, directory: str, victim: int) -> dict[str, Any]:
     return {}
 
 
+def replace(kind: str, directory: str, overwrite: bool) -> dict[str, Any]:
+    """A second run in the directory of the first one. Process 0 claims it when the other process has read it, or after two seconds."""
+    claim, open_run, shard_format.MEETING_SECONDS = CheckpointStore.claim, ModelCheckpoint.open_run, 30.0
+
+    def claim_late(store: Any, run_id: str, **options: Any) -> None:
+        with contextlib.suppress(TimeoutError):
+            Board("test").read_within("opened", 2.0)
+        claim(store, run_id, **options)
+
+    def open_and_tell(callback: Any, run_id: str, step: int) -> None:
+        open_run(callback, run_id, step)
+        Board("test").post("opened", b"")
+
+    def fit_five_steps(overwrite: bool) -> BestCheckpoint:
+        best = BestCheckpoint(directory, overwrite=overwrite)
+        fit(trainer(kind), 5, [best, ModelCheckpoint(directory, every=fitflax.every(steps=2), overwrite=overwrite)])
+        return best
+
+    fit_five_steps(False)
+    if jax.process_index() == 0:
+        CheckpointStore.claim = claim_late  # type: ignore[method-assign]
+    else:
+        ModelCheckpoint.open_run = open_and_tell  # type: ignore[method-assign]
+    try:
+        return {"best_step": fit_five_steps(overwrite).best_step}
+    finally:
+        CheckpointStore.claim, ModelCheckpoint.open_run = claim, open_run  # type: ignore[method-assign]
+
+
 def main(*, count: int = 1, index: int = 0, port: int = 0, runs: dict[str, Any] | None = None, **arguments: Any) -> int:
     """Returns the exit status of the last run."""
     jax.config.update("jax_num_cpu_devices", DEVICES // count)
@@ -126,7 +156,7 @@ def main(*, count: int = 1, index: int = 0, port: int = 0, runs: dict[str, Any] 
         print("RUN " + name, flush=True)
         status = 0
         try:
-            scenario = {"resume": resume, "fail": fail, "desert": desert}[given.pop("scenario")]
+            scenario = {"resume": resume, "fail": fail, "desert": desert, "replace": replace}[given.pop("scenario")]
             print("RESULT " + json.dumps(scenario(**given)), flush=True)
         except Exception as error:  # noqa: BLE001 (the test checks its name and text)
             print("ERROR " + json.dumps([type(error).__name__, str(error)]), flush=True)

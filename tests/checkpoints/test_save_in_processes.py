@@ -64,12 +64,9 @@ RESUMES = {"fsdp": True, "tensor": True, "mesh": False, "copies": True}
 
 @pytest.fixture(scope="module")
 def resumes(env: dict[str, str], root: pathlib.Path) -> Group:
-    scenario = {"scenario": "resume"}
-    return Group.of(
-        start(
-            env, runs={kind: {**scenario, "kind": kind, "asynchronous": asynchronous, "directory": f"{root}/{kind}"} for kind, asynchronous in RESUMES.items()}
-        )
-    )
+    runs: dict[str, Any] = {kind: {"scenario": "resume", "kind": kind, "asynchronous": asynchronous} for kind, asynchronous in RESUMES.items()}
+    runs |= {"replaced": {"scenario": "replace", "kind": "fsdp", "overwrite": True}}
+    return Group.of(start(env, runs={name: {**given, "directory": f"{root}/{name}"} for name, given in runs.items()}))
 
 
 @pytest.mark.parametrize("kind", RESUMES)
@@ -94,6 +91,19 @@ def test_a_resumed_split_run_is_bit_for_bit_identical_to_an_uninterrupted_run(ki
     assert alone.step == 7
 
 
+def test_all_processes_ignore_the_checkpoints_of_a_run_that_a_new_one_replaces(resumes, root):
+    first, second = resumes.results("replaced")
+    assert first == second
+    store = CheckpointStore(root / "replaced")
+    assert store.steps() == sorted({2, 4, 5, first["best_step"]}) and not hidden(store.directory)
+
+
+def test_a_directory_of_another_run_is_an_error_in_all_processes(fails):
+    (kind, _), other = errors(fails.outputs_of("in use"))
+    assert kind == "DirectoryInUseError"
+    assert other == ("ReplicaError", "Process 0 failed, so all other processes stop. See the error in the output of process 0.")
+
+
 def test_processes_exit_with_the_status_of_their_last_run(resumes, fails):
     assert resumes.statuses == [0, 0] and fails.statuses == [3, 3]
 
@@ -102,6 +112,7 @@ def test_processes_exit_with_the_status_of_their_last_run(resumes, fails):
 def fails(env: dict[str, str], root: pathlib.Path) -> Group:
     runs: dict[str, Any] = {f"once, {victim}": {"victim": victim, "times": 1} for victim in (0, 1)}
     runs |= {f"{victim}, {asynchronous}": {"victim": victim, "asynchronous": asynchronous} for asynchronous in (False, True) for victim in (0, 1)}
+    runs |= {"in use": {"scenario": "replace", "overwrite": False}}
     common = {"scenario": "fail", "kind": "fsdp"}
     return Group.of(start(env, runs={name: {**common, **given, "directory": f"{root}/{name}"} for name, given in runs.items()}))
 

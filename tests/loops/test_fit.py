@@ -14,9 +14,10 @@ import pytest
 import fitflax
 from fitflax import metrics
 from fitflax.callbacks import BestCheckpoint, Callback, EarlyStopping, LambdaCallback, ModelCheckpoint, TerminateOnNaN
+from fitflax.callbacks.callback_list import CallbackList
 from fitflax.data import Shard
 from fitflax.errors import ConfigError, DataError, FitflaxWarning, LossError, MetricError
-from fitflax.loops import training_loop
+from fitflax.loops import fit, training_loop
 from fitflax.loops.session import DataAdapter
 from fitflax.parallel import DataParallel
 
@@ -1054,6 +1055,30 @@ def test_data_with_a_validation_split_is_adapted_only_once(monkeypatch):
     )
     history = make(F()).fit(Shard((X, Y)), batch_size=4, validation_split=0.5, verbose=0)
     assert calls == ["fit"] and "val_loss" in history.history
+
+
+def test_with_several_processes_process_0_opens_the_run_first(monkeypatch):
+    strategy, calls, bind = DataParallel(jax.devices()[:1]), [], CallbackList.bind
+
+    class Opening(Callback):
+        def open_run(self, run_id, step):
+            calls.append("open_run")
+
+    def bind_for_two(*arguments, **options):  # As if there were two processes, but only until the run is open.
+        strategy.num_processes = 2
+        bind(*arguments, **options)
+
+    def after_first(make):
+        strategy.num_processes = 1
+        calls.append("after_first")
+        make()
+
+    monkeypatch.setattr(CallbackList, "bind", bind_for_two)
+    monkeypatch.setattr(fit, "after_first", after_first)
+    trainer = fitflax.Trainer(F(), parallel=strategy)
+    trainer.compile("sgd", "mse")
+    trainer.fit(*ones(4), callbacks=[Opening()], verbose=0)
+    assert calls == ["after_first", "open_run"]
 
 
 def test_evaluate_and_predict_close_all_callbacks_even_if_closing_one_fails():
