@@ -4,12 +4,14 @@ import contextlib
 import dataclasses
 import functools
 import os
+import sys
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 from typing_extensions import override
 
-from fitflax.callbacks.base import Phase
+from fitflax.callbacks.base import Phase, failure_since
 from fitflax.callbacks.early_stopping import Monitor
 from fitflax.callbacks.model_checkpoint import StoreCallback
 from fitflax.checkpoints.checkpoint import Checkpoint
@@ -17,6 +19,8 @@ from fitflax.checkpoints.checkpoint_files import FOR_INFERENCE
 from fitflax.checkpoints.restore import restore_tree
 from fitflax.errors import CheckpointError, warn
 from fitflax.logs import Logs
+from fitflax.parallel.placement import count_processes
+from fitflax.parallel.processes import exchange
 
 
 class BestCheckpoint(StoreCallback):
@@ -74,6 +78,7 @@ class BestCheckpoint(StoreCallback):
         self.initial_value = initial_value
         self._monitor = Monitor("BestCheckpoint", monitor, mode)
         self._in_fit = False
+        self._failure_before: BaseException | None = None
         # Pairs (value, step), the best first. `_closing` was saved by a run that ended inside an epoch, after its last checkpoint.
         self._kept: list[tuple[float, int]] = []
         self._closing: tuple[float, int] | None = None
@@ -134,7 +139,7 @@ class BestCheckpoint(StoreCallback):
 
     @override
     def on_train_begin(self, logs: Mapping[str, Any]) -> None:
-        self._in_fit = True
+        self._in_fit, self._failure_before = True, sys.exception()
         self._monitor.check_sets(self.params.get("validation_sets"))
 
     @override
@@ -202,8 +207,12 @@ class BestCheckpoint(StoreCallback):
         if self._saver is not None:
             with self._warn_on_failure():
                 self._saver.wait()
-        if self.best_step is not None:
-            saved, state = self.store.restore(self.best_step, FOR_INFERENCE), self.trainer.state
+        step = self.best_step
+        # A state that is not split is saved by process 0 alone, so the others wait for it here. After a failure, not all processes may get here.
+        if jax.process_count() > 1 and failure_since(self._failure_before) is None and count_processes(self.trainer.state.step.devices()) > 1:
+            step = exchange(step, "the best checkpoint")[0]
+        if step is not None:
+            saved, state = self.store.restore(step, FOR_INFERENCE), self.trainer.state
             names = ("params", "model_state") if state.ema_params is None else ("params", "model_state", "ema_params")
             where, impls = str(saved.path), saved.metadata["key_impls"]
             parts = {name: restore_tree(getattr(state, name), saved.train[name], where=where, root=f"train/{name}", key_impls=impls) for name in names}

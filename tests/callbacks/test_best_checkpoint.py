@@ -1,5 +1,6 @@
 """BestCheckpoint: which checkpoints are the best, what survives a resume, and which parameters are restored."""
 
+import contextlib
 import dataclasses
 from typing import Any
 
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 
 import fitflax
-from fitflax.callbacks import BestCheckpoint, Callback, EarlyStopping, LambdaCallback, ModelCheckpoint
+from fitflax.callbacks import BestCheckpoint, Callback, EarlyStopping, LambdaCallback, ModelCheckpoint, best_checkpoint
 from fitflax.checkpoints import CheckpointStore
 from fitflax.errors import CallbackError, CheckpointError, MonitorError
 from fitflax.loops.training_loop import Run
@@ -253,6 +254,31 @@ def test_the_closing_best_is_restored_at_the_end_and_after_a_resume(trainer, tmp
     assert first[".params['kernel']"] == directory_of(tmp_path / "best")["step_00000007"]["/train/params/kernel"]
     run(trainer, tmp_path, 7, restore_best=True)
     assert not differences(state_of(trainer), first)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_with_several_processes_all_restore_the_best_step_of_process_0_unless_the_run_failed(fails, trainer, tmp_path, monkeypatch):
+    asked: list[tuple[int, str]] = []
+
+    def exchange(value: int, topic: str) -> list[int]:
+        asked.append((value, topic))
+        return [5, value]
+
+    def fail(epoch: int, logs: Any) -> None:
+        if epoch == 1 and fails:
+            raise ArithmeticError("broken")
+
+    def begin_end(logs: Any) -> None:  # As if there were two processes, but only while `BestCheckpoint` restores.
+        monkeypatch.setattr(jax, "process_count", lambda: 2)
+
+    monkeypatch.setattr(best_checkpoint, "exchange", exchange)
+    monkeypatch.setattr(best_checkpoint, "count_processes", lambda devices: 2)
+    best = BestCheckpoint(tmp_path, monitor="score", mode="max", keep=2, restore_best=True)
+    watch = LambdaCallback(on_epoch_begin=fail, on_train_end=begin_end)
+    with pytest.raises(ArithmeticError) if fails else contextlib.nullcontext():
+        fit(trainer, scores(1, 2), best, watch, epochs=2)
+    assert asked == ([] if fails else [(10, "the best checkpoint")])
+    assert np.array_equal(trainer.state.params["kernel"], CheckpointStore(tmp_path).restore(5).train["params"]["kernel"])
 
 
 def test_restored_parameters_do_not_affect_a_longer_run(trainer, tmp_path):

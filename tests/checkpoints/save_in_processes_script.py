@@ -26,6 +26,7 @@ STRATEGIES: dict[str, Any] = {
     "fsdp": lambda: parallel.Sharded({"data": -1}, fsdp=True, fsdp_min_size=64),
     "tensor": lambda: parallel.Sharded({"data": 1, "model": 4}, fsdp="model", fsdp_min_size=64),
     "mesh": lambda: parallel.Sharded({"data": 2, "model": 2}, rules=[("batch", "data")], fsdp="model", fsdp_min_size=64),
+    "data parallel": parallel.DataParallel,
     # The second device of each process holds the same as its first one.
     "copies": lambda: parallel.Sharded({"model": 2, "data": 2}, rules=[("batch", "data")], fsdp="model", fsdp_min_size=64, devices=by_process()),
 }
@@ -145,6 +146,28 @@ def replace(kind: str, directory: str, overwrite: bool) -> dict[str, Any]:
         CheckpointStore.claim, ModelCheckpoint.open_run = claim, open_run  # type: ignore[method-assign]
 
 
+def restore_best(kind: str, directory: str) -> dict[str, Any]:
+    """Process 0 writes the best checkpoint only when the other process is at the end of the run."""
+    save = CheckpointStore.save
+
+    def save_late(store: Any, **options: Any) -> Any:
+        Board("test").read_within("end", 60.0)
+        return save(store, **options)
+
+    def end(logs: Any) -> None:
+        if jax.process_index():
+            Board("test").post("end", b"")
+
+    if jax.process_index() == 0:
+        CheckpointStore.save = save_late  # type: ignore[method-assign]
+    made = trainer(kind)
+    try:
+        fit(made, 3, [LambdaCallback(on_train_end=end), BestCheckpoint(directory, restore_best=True)])
+    finally:
+        CheckpointStore.save = save  # type: ignore[method-assign]
+    return {"norm": float(optax.tree.norm(made.state.params))}
+
+
 def main(*, count: int = 1, index: int = 0, port: int = 0, runs: dict[str, Any] | None = None, **arguments: Any) -> int:
     """Returns the exit status of the last run."""
     jax.config.update("jax_num_cpu_devices", DEVICES // count)
@@ -156,7 +179,7 @@ def main(*, count: int = 1, index: int = 0, port: int = 0, runs: dict[str, Any] 
         print("RUN " + name, flush=True)
         status = 0
         try:
-            scenario = {"resume": resume, "fail": fail, "desert": desert, "replace": replace}[given.pop("scenario")]
+            scenario = {"resume": resume, "fail": fail, "desert": desert, "replace": replace, "restore best": restore_best}[given.pop("scenario")]
             print("RESULT " + json.dumps(scenario(**given)), flush=True)
         except Exception as error:  # noqa: BLE001 (the test checks its name and text)
             print("ERROR " + json.dumps([type(error).__name__, str(error)]), flush=True)

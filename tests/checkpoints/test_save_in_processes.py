@@ -65,7 +65,7 @@ RESUMES = {"fsdp": True, "tensor": True, "mesh": False, "copies": True}
 @pytest.fixture(scope="module")
 def resumes(env: dict[str, str], root: pathlib.Path) -> Group:
     runs: dict[str, Any] = {kind: {"scenario": "resume", "kind": kind, "asynchronous": asynchronous} for kind, asynchronous in RESUMES.items()}
-    runs |= {"replaced": {"scenario": "replace", "kind": "fsdp", "overwrite": True}}
+    runs |= {"replaced": {"scenario": "replace", "kind": "fsdp", "overwrite": True}, "best": {"scenario": "restore best", "kind": "data parallel"}}
     return Group.of(start(env, runs={name: {**given, "directory": f"{root}/{name}"} for name, given in runs.items()}))
 
 
@@ -96,6 +96,11 @@ def test_all_processes_ignore_the_checkpoints_of_a_run_that_a_new_one_replaces(r
     assert first == second
     store = CheckpointStore(root / "replaced")
     assert store.steps() == sorted({2, 4, 5, first["best_step"]}) and not hidden(store.directory)
+
+
+def test_all_processes_restore_the_best_checkpoint_once_process_0_has_written_it(resumes, root):
+    params = CheckpointStore(root / "best").restore(3).train["params"]
+    assert [found["norm"] for found in resumes.results("best")] == [pytest.approx(float(optax.tree.norm(params)), rel=1e-6)] * 2
 
 
 def test_a_directory_of_another_run_is_an_error_in_all_processes(fails):
