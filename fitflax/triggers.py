@@ -118,13 +118,15 @@ class _EverySeconds(_Simple):
 @dataclasses.dataclass(frozen=True, repr=False)
 class _At(_Simple):
     steps: tuple[int, ...]
+    of_process: bool
 
     def is_due(self, moment: Moment, last_seconds: float) -> bool:
-        return moment.step in self.steps
+        return moment.step - (moment.start_step if self.of_process else 0) in self.steps
 
     @override
     def next_step(self, step: int, start_step: int) -> int | None:
-        return min((one for one in self.steps if one > step), default=None)
+        begin = start_step if self.of_process else 0
+        return min((begin + one for one in self.steps if begin + one > step), default=None)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -193,11 +195,12 @@ def every(*, steps: int | None = None, epochs: int | None = None, seconds: float
     return _EverySeconds(f"every(seconds={seconds:g})", float(seconds))
 
 
-def at(*steps: int) -> Trigger:
+def at(*steps: int, of_process: bool = False) -> Trigger:
     """Returns a trigger that fires at the given steps.
 
     Args:
         *steps: Steps, counted from 1.
+        of_process: Whether to count from the step at which this process started, as in `first`, instead of from the beginning of the run.
 
     Raises:
         ConfigError: There is no step, or a step is not a positive integer.
@@ -209,7 +212,7 @@ def at(*steps: int) -> Trigger:
     if not steps:
         raise ConfigError("at() takes at least one step.")
     steps = tuple(integer_of("at(...)", step, at_least=1) for step in steps)
-    return _At(f"at({', '.join(map(str, steps))})", steps)
+    return _At(f"at({', '.join(map(str, steps))}{', of_process=True' if of_process else ''})", steps, of_process)
 
 
 def first(steps: int, *, of_process: bool = False) -> Trigger:

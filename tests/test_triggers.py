@@ -63,6 +63,7 @@ def test_an_interval_and_the_first_steps_are_combined_as_in_bobbin(step, is_due)
 def test_the_first_steps_of_a_process_are_counted_from_the_step_where_it_started():
     steps = range(1, 20)
     assert fired(first(3, of_process=True), steps, start=10) == [11, 12, 13]
+    assert fired(at(1, 3, of_process=True), steps, start=10) == [11, 13]
     assert fired(first(3), range(11, 20), start=10) == []
     assert fired(first(3, of_process=True), steps) == [1, 2, 3]
 
@@ -195,7 +196,8 @@ def test_an_unknown_interval_is_a_type_error():
         every(minutes=1)
 
 
-STEP_TRIGGERS = [every(steps=1), every(steps=7), every(steps=5, offset=0), every(steps=4, offset=9), at(1, 17), first(3), first(3, of_process=True)]
+STEP_TRIGGERS = [every(steps=1), every(steps=7), every(steps=5, offset=0), every(steps=4, offset=9), at(1, 17), first(3)]
+STEP_TRIGGERS += [at(1, 17, of_process=True), first(3, of_process=True)]
 
 
 @pytest.mark.parametrize("trigger", [*STEP_TRIGGERS, every(steps=6) | at(2)])
@@ -229,7 +231,8 @@ def test_numpy_integers_are_accepted_as_integers():
 
 
 def test_the_repr_of_a_trigger_is_the_code_that_creates_it():
-    words = ["every(steps=3)", "every(steps=3, offset=1)", "every(epochs=2)", "every(seconds=0.5)", "at(1, 17)", "first(10)", "first(2, of_process=True)"]
+    words = ["every(steps=3)", "every(steps=3, offset=1)", "every(epochs=2)", "every(seconds=0.5)", "at(1, 17)", "first(10)"]
+    words += ["at(2, of_process=True)", "first(2, of_process=True)"]
     for text in [*words, "every(epochs=1) | every(seconds=600) | at(4)"]:
         trigger = eval(text, {"every": every, "at": at, "first": first})
         assert repr(trigger) == text

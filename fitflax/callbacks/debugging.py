@@ -336,15 +336,14 @@ class Profiler(Callback):
         self.directory = locate(directory, owner="Profiler(directory)", error=ConfigError, options=storage_options)
         self._mirror: Mirror | None = None
         self.steps = (int(first), int(last))
+        # The same in all processes, which have to run the same steps, although only process 0 records.
+        self.every = at(*sorted({self.steps[0] - 1, self.steps[1]} - {0}), of_process=True)
         self._start_step = 0
         self._is_recording = self._has_recorded = False
 
     @override
     def open_run(self, run_id: str, step: int) -> None:
         self._start_step, self._has_recorded = step, False
-        first, last = self.steps
-        # Triggers count from the beginning of the run, not of this call of `fit`.
-        self.every = at(*{self._start_step + first - 1, self._start_step + last} - {0})
 
     @override
     def on_train_begin(self, logs: Mapping[str, Any]) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 import fitflax
 from fitflax.callbacks import LambdaCallback, ModelCheckpoint, Profiler
+from fitflax.callbacks.callback_list import CallbackList
 from fitflax.errors import CallbackError, FitflaxWarning
 from fitflax.parallel import DataParallel
 
@@ -68,6 +69,17 @@ def test_steps_are_counted_from_the_start_of_each_call(recorded, tmp_path):
 
 def test_calls_of_several_steps_end_where_recording_starts_or_stops(recorded, tmp_path):
     assert recorded(Profiler(tmp_path, steps=(4, 6)), make(steps_per_call=4), steps=12) == [("start", 3), ("stop", 6)]
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_all_processes_have_the_same_triggers_in_each_run(index, tmp_path, monkeypatch):
+    monkeypatch.setattr(jax, "process_index", lambda *arguments: index)
+    hooks = CallbackList([Profiler(tmp_path, steps=(4, 6))])
+    for start in (0, 20):
+        assert hooks.settings_to_compare["callback triggers"] == ["Profiler at(3, 6, of_process=True)"]
+        hooks.open_run("run", start)
+        hooks.start_schedules(0.0)
+        assert [hooks.next_step(start + step, start) for step in (0, 3, 6)] == [start + 3, start + 6, None]
 
 
 def test_recording_ends_when_a_run_fails(recorded, tmp_path):
