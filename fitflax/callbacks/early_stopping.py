@@ -121,7 +121,8 @@ class EarlyStopping(MonitorCallback):
         patience: The number of consecutive observations without improvement after which the run stops; 0 and 1 both stop at the first.
         baseline: A value to beat. Until an observation is better than it, improvements do not reset the count of `patience`. Even then, the run stops only at
             an observation without improvement.
-        restore_best: Whether to restore the parameters and collections of the best observation at the end, after the last checkpoint.
+        restore_best: Whether to restore the parameters and collections of the best observation at the end, after the last checkpoint. If they are split between
+            processes, it cannot be combined with callbacks that save the run; use the `restore_best` of `BestCheckpoint`.
         start_from_epoch: The index of the first epoch that is observed.
         stopping_threshold: A value at which training is good enough: it stops as soon as an observation is better.
         divergence_threshold: A value at which training has failed: it stops as soon as an observation is worse.

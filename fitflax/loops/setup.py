@@ -8,7 +8,9 @@ from typing import Any
 
 import jax
 
+from fitflax.callbacks import EarlyStopping
 from fitflax.callbacks.callback_list import CallbackList
+from fitflax.callbacks.model_checkpoint import StoreCallback
 from fitflax.checkpoints.checkpoint_files import Saved, read_collectively
 from fitflax.checkpoints.checkpoint_store import CheckpointStore
 from fitflax.checkpoints.restore import from_saved
@@ -17,15 +19,16 @@ from fitflax.checkpoints.saver import Saver, Snapshots
 from fitflax.data import FedBatch, Feed, Position, Source
 from fitflax.data.feed import undisturbed
 from fitflax.data.shards import position_in_shard, spread
-from fitflax.errors import ConfigError, DataError, RestoreError, warn
+from fitflax.errors import CallbackError, ConfigError, DataError, RestoreError, warn
 from fitflax.logs import StepValues, TimeSpent
 from fitflax.loops.configuration import RestoreOptions
 from fitflax.loops.evaluation_loop import Validation
 from fitflax.loops.session import Session
 from fitflax.loops.session_state import Progress
 from fitflax.loops.signals import Interruption, check_same_in_all_processes, fingerprint_of
+from fitflax.parallel.placement import spans_processes
 from fitflax.parallel.processes import exchange
-from fitflax.state import Batch, shapes_in
+from fitflax.state import Batch, TrainState, shapes_in
 from fitflax.steps.live_state import LiveState, Sums, schedule_free_eval_params
 from fitflax.steps.outputs import NOTHING, Collected, Keep
 from fitflax.steps.program import Program, check_activations, check_in_memory, check_places
@@ -152,6 +155,7 @@ def _prepare_state(
     live = session.state.need("fit")
     # If an optimizer labels parameters, only the state shows whether it contains a schedule-free one.
     check_restores_best(callbacks, program.eval_params.function_of(live.borrow()))
+    _check_saves_best(callbacks, live.borrow())
     resumed, during_first_step = Resumed(), None
     if fed is not None:
         if callbacks.copies_state:
@@ -273,6 +277,17 @@ def check_restores_best(callbacks: CallbackList, eval_params: Any) -> None:
         raise ConfigError(
             f"{names[0]}(restore_best=True) cannot be combined with {what}, because it does not restore the optimizer state, which "
             "eval_params needs. Save the best checkpoint instead: pass BestCheckpoint(directory), and call trainer.restore(directory) after fit."
+        )
+
+
+def _check_saves_best(callbacks: CallbackList, state: TrainState) -> None:
+    """Raises `CallbackError` if checkpoints would contain the best parameters of an `EarlyStopping`, but cannot, because they are split between processes."""
+    restores = any(isinstance(callback, EarlyStopping) and callback.restore_best for callback in callbacks)
+    saves = any(isinstance(callback, StoreCallback) for callback in callbacks)
+    if restores and saves and spans_processes((state.params, state.model_state, state.ema_params)):
+        raise CallbackError(
+            "EarlyStopping(restore_best=True) cannot be combined with callbacks that save the run if the parameters are split between processes, because "
+            "checkpoints cannot contain a second copy of them. Instead of restore_best, pass BestCheckpoint(directory, restore_best=True)."
         )
 
 

@@ -8,9 +8,10 @@ import optax
 import pytest
 
 import fitflax
-from fitflax.callbacks import EarlyStopping, LambdaCallback, ModelCheckpoint, ReduceLROnPlateau
+from fitflax.callbacks import BestCheckpoint, EarlyStopping, LambdaCallback, ModelCheckpoint, ReduceLROnPlateau
 from fitflax.checkpoints.resume import load_checkpoint
 from fitflax.errors import CallbackError, FitflaxWarning, MonitorError
+from fitflax.loops import setup
 from fitflax.metrics import Mean
 from fitflax.parallel import DataParallel
 
@@ -163,6 +164,18 @@ def test_case_14_the_parameters_of_the_best_epoch_are_restored():
     jax.tree.map(np.testing.assert_array_equal, trainer.state.params, params[2])
     # Only parameters and collections are restored: the step is still that of the end of the run.
     assert trainer.step == 5 and int(trainer.state.step) == 5
+
+
+def test_best_parameters_that_are_split_between_processes_are_an_error_before_the_first_step_if_the_run_is_saved(tmp_path, monkeypatch):
+    monkeypatch.setattr(setup, "spans_processes", lambda tree: True)
+    trainer, stop = make(), EarlyStopping("loss", patience=9, restore_best=True)
+    for save in (ModelCheckpoint(tmp_path / "all"), BestCheckpoint(tmp_path / "best", monitor="loss")):
+        with pytest.raises(CallbackError, match=r"cannot be combined .* pass BestCheckpoint\(directory, restore_best=True\)\."):
+            trainer.fit(X, Y, callbacks=[stop, save], verbose=0)
+        assert trainer.step == 0
+        trainer.fit(X, Y, callbacks=[EarlyStopping("loss", patience=9), save], verbose=0)
+        trainer.build((X, Y))
+    trainer.fit(X, Y, callbacks=[stop], verbose=0)
 
 
 def test_without_restore_best_the_last_parameters_are_kept():
