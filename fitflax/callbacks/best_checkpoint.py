@@ -199,9 +199,7 @@ class BestCheckpoint(StoreCallback):
         self._in_fit = False
         if not self.restore_best:
             return
-        if self._saver is not None:
-            with self._warn_on_failure():
-                self._saver.wait()
+        self.wait()
         if self.best_step is not None:
             saved, state = self.store.restore(self.best_step, FOR_INFERENCE), self.trainer.state
             names = ("params", "model_state") if state.ema_params is None else ("params", "model_state", "ema_params")
