@@ -508,7 +508,7 @@ class Trainer:
             raise ConfigError(f"select(member) takes a number from 0 to {session.members - 1}, or a log key such as 'val_loss'. Received: {member!r}.")
         other = self._copy()
         other._members = None
-        other._session = session.copy_without_state(session.seed + int(number), other._make_task, is_member=True)
+        other._session = session.copy_without_state(session.seed + int(number), other._make_task, member=int(number))
         other._session.state.live = LiveState(session.strategy, session.strategy.put(member_of(state, int(number))), self.step)
         return other
 

@@ -138,11 +138,16 @@ class Session:
         other.state.copy_from(self.state)
         return other
 
-    def copy_without_state(self, seed: int, make_task: MakeTask | None = None, *, is_member: bool = False) -> "Session":
-        """Returns a session with the same task and compiled steps but no state. With `make_task`, it has a new task, whose steps are compiled again."""
+    def copy_without_state(self, seed: int, make_task: MakeTask | None = None, *, member: int | None = None) -> "Session":
+        """Returns a session with the same task and compiled steps but no state. With `make_task`, it has a new task, whose steps are compiled again.
+
+        `member` is the number of the member if the session is one for a member of this ensemble.
+        """
         module_variables = None if self.state.module_variables is None else self.state.module_variables.copy()
-        other = Session(self.task.copy(make_task), seed, module_variables, None if is_member else self.members)
+        other = Session(self.task.copy(make_task), seed, module_variables, self.members if member is None else None)
         other.state.hyperparams = self.state.hyperparams
+        if member is not None:
+            other.state.hyperparams = {name: value[member] if np.ndim(value) else value for name, value in self.state.hyperparams.items()}
         return other
 
     # -- runs --
