@@ -57,11 +57,15 @@ class Session:
             )
         return self.task.need_compiled(what)
 
-    def need_idle(self, what: str) -> Program:
-        """Returns the program for another run; raises `ConfigError` if `fit` is running, and errors of `need_trainable`."""
+    def check_idle(self, what: str) -> None:
+        """Raises `ConfigError` if `fit` is running."""
         if self.is_fitting:
             advice = f"Use another trainer there, or call {what}() after fit() has returned."
             raise ConfigError(f"{what}() was called while fit() is running, from a callback or another thread. {advice}")
+
+    def need_idle(self, what: str) -> Program:
+        """Returns the program for another run; raises errors of `check_idle` and `need_trainable`."""
+        self.check_idle(what)
         return self.need_trainable(what)
 
     # -- stopping --
@@ -89,6 +93,7 @@ class Session:
         Parameters and collections are kept, and so is the optimizer state if the optimizer is the same object. After an error, the session is unchanged
         or, if the old optimizer state had already been released, no longer compiled.
         """
+        self.check_idle("compile")
         before = dict(vars(self.task))
         try:
             is_new_optimizer = self.task.compile(*objective, **settings)
