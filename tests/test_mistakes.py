@@ -6,6 +6,7 @@ import inspect
 import pathlib
 import re
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import jax

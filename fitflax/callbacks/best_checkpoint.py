@@ -9,7 +9,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from fitflax.callbacks.base import Phase
+from fitflax.callbacks.base import Phase, has_state
 from fitflax.callbacks.early_stopping import Monitor
 from fitflax.callbacks.model_checkpoint import StoreCallback
 from fitflax.checkpoints.checkpoint import Checkpoint
@@ -200,7 +200,7 @@ class BestCheckpoint(StoreCallback):
         if not self.restore_best:
             return
         self.wait()
-        if self.best_step is not None:
+        if self.best_step is not None and has_state(self.trainer):  # Otherwise, do not hide the error that ended the run.
             saved, state = self.store.restore(self.best_step, FOR_INFERENCE), self.trainer.state
             names = ("params", "model_state") if state.ema_params is None else ("params", "model_state", "ema_params")
             where, impls = str(saved.path), saved.metadata["key_impls"]

@@ -8,7 +8,7 @@ import optax
 import pytest
 
 import fitflax
-from fitflax.callbacks import EarlyStopping, LambdaCallback, ModelCheckpoint, ReduceLROnPlateau
+from fitflax.callbacks import BestCheckpoint, EarlyStopping, LambdaCallback, ModelCheckpoint, ReduceLROnPlateau
 from fitflax.checkpoints.resume import load_checkpoint
 from fitflax.errors import CallbackError, FitflaxWarning, MonitorError
 from fitflax.metrics import Mean
@@ -163,6 +163,22 @@ def test_case_14_the_parameters_of_the_best_epoch_are_restored():
     jax.tree.map(np.testing.assert_array_equal, trainer.state.params, params[2])
     # Only parameters and collections are restored: the step is still that of the end of the run.
     assert trainer.step == 5 and int(trainer.state.step) == 5
+
+
+@pytest.mark.parametrize("kind", [EarlyStopping, BestCheckpoint])
+def test_restore_best_does_not_hide_the_error_of_a_step_that_lost_the_state(kind, tmp_path):
+    trainer = make()
+
+    def fail(batch, logs):
+        if trainer.step == 2:
+            for leaf in trainer._session.state.live.carry.leaves:
+                leaf.delete()
+            raise ArithmeticError("a step failed")
+
+    best = kind(*([tmp_path] if kind is BestCheckpoint else []), monitor="loss", restore_best=True)
+    with pytest.raises(ArithmeticError, match="a step failed"):
+        trainer.fit(X, Y, epochs=3, verbose=0, callbacks=[best, LambdaCallback(on_train_batch_end=fail)])
+    assert best.best is not None
 
 
 def test_without_restore_best_the_last_parameters_are_kept():
