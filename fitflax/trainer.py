@@ -396,7 +396,7 @@ class Trainer:
             OptimizerError: `optimizer` is neither a known name nor an optax transformation.
             LossError: A loss is unknown.
             MetricError: A metric is unknown.
-            ConfigError: An argument is invalid.
+            ConfigError: An argument is invalid, or `fit` is running.
 
         >>> trainer = Trainer(nn.Dense(10))
         >>> trainer.compile("adam", "sparse_categorical_crossentropy", ["accuracy"], learning_rate=1e-3)
@@ -508,7 +508,7 @@ class Trainer:
             raise ConfigError(f"select(member) takes a number from 0 to {session.members - 1}, or a log key such as 'val_loss'. Received: {member!r}.")
         other = self._copy()
         other._members = None
-        other._session = session.copy_without_state(session.seed + int(number), other._make_task, is_member=True)
+        other._session = session.copy_without_state(session.seed + int(number), other._make_task, member=int(number))
         other._session.state.live = LiveState(session.strategy, session.strategy.put(member_of(state, int(number))), self.step)
         return other
 
@@ -537,6 +537,7 @@ class Trainer:
             NotReadyError: Before `compile`.
             DataError: `batch` is not a valid batch.
             ModelError: The module does not run on it.
+            ConfigError: `fit` is running.
 
         >>> import numpy as np
         >>> trainer = Trainer(nn.Dense(3))
@@ -546,6 +547,7 @@ class Trainer:
         {'bias': (3,), 'kernel': (2, 3)}
         """
         session = self._session
+        session.check_idle("build")
         session.task.need_compiled("build")
         session.state.build(session.data_adapter.sample(self._selection.split(configuration.zeros(batch))))
         session.begin_run()

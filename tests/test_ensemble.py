@@ -158,6 +158,15 @@ def test_select_returns_a_trainer_of_one_member():
     assert_close(one.state.params, alone.state.params)
 
 
+def test_a_selected_member_keeps_its_hyperparameters_when_it_is_compiled_again():
+    ensemble = make(ensemble=2).with_hyperparams(learning_rate=[0.25, 0.5])
+    fit(ensemble, epochs=1)
+    one = ensemble.select(1)
+    one.compile("sgd", "sparse_categorical_crossentropy", learning_rate=0.1)
+    assert one.learning_rate == 0.5
+    fit(one, epochs=1)
+
+
 @pytest.mark.slow
 def test_a_member_that_diverges_is_never_selected_and_does_not_affect_others():
     ensemble = make(ensemble=2, seed=5).with_hyperparams(learning_rate=[1e30, 0.1])

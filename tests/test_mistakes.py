@@ -6,6 +6,7 @@ import inspect
 import pathlib
 import re
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -101,8 +102,13 @@ class Forgetful(fitflax.Trainer):
 
 
 class Nested(Callback):
+    """Calls the trainer that is running."""
+
+    def __init__(self, call: Callable[[Any], Any]) -> None:
+        self._call = call
+
     def on_epoch_end(self, epoch, logs):
-        self.trainer.fit(X, Y, verbose=0)
+        self._call(self.trainer)
 
 
 def make(module: nn.Module | None = None, loss: Any = LABELS, metrics: Any = None, optimizer: Any = "adam", **options: Any) -> fitflax.Trainer:
@@ -454,9 +460,19 @@ MISTAKES: dict[str, tuple[Any, type[Exception], str]] = {
     ),
     "a single example to predict": (lambda: built().predict(X[0], verbose=0), ModelError, "pass a single example as x[:1]."),
     "fit inside fit": (
-        lambda: fit(given={"callbacks": [Nested()]}),
+        lambda: fit(given={"callbacks": [Nested(lambda trainer: trainer.fit(X, Y, verbose=0))]}),
         ConfigError,
         "fit() was called while fit() is running, from a callback or another thread. Use another trainer there, or call fit() after fit() has returned.",
+    ),
+    "compile inside fit": (
+        lambda: fit(given={"callbacks": [Nested(lambda trainer: trainer.compile("sgd", LABELS))]}),
+        ConfigError,
+        "compile() was called while fit() is running, from a callback or another thread. Use another trainer there, or call compile() after fit() has returned.",
+    ),
+    "build inside fit": (
+        lambda: fit(given={"callbacks": [Nested(lambda trainer: trainer.build((X, Y)))]}),
+        ConfigError,
+        "build() was called while fit() is running, from a callback or another thread. Use another trainer there, or call build() after fit() has returned.",
     ),
     "an argument that is misspelt": (lambda: fit(given={"batchsize": 8}), TypeError, "Trainer.fit does not take batchsize=. Did you mean 'batch_size'?"),
     "images with the channels first": (

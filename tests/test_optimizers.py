@@ -318,6 +318,24 @@ def test_another_optimizer_starts_with_the_values():
     assert trial.learning_rate == 0.5
 
 
+def test_a_compile_without_a_hyperparameter_of_the_trial_is_an_error_that_changes_nothing():
+    trial, same = (make().with_hyperparams(weight_decay=0.25) for _ in range(2))
+    for each in (trial, same):
+        each.fit(X, Y, batch_size=8, epochs=1, verbose=0)
+    with pytest.raises(OptimizerError, match=r"no hyperparameter 'weight_decay'"):
+        trial.compile("sgd", "mse")
+    assert losses(trial) == losses(same)
+
+
+def test_trials_of_an_nnx_module_reject_an_invalid_value_at_every_call():
+    trainer = fitflax.Trainer(nnx.Linear(3, 1, rngs=nnx.Rngs(0)))
+    trainer.compile("sgd", "mse", learning_rate=0.1)
+    trial = trainer.with_hyperparams(momentum=0.9)
+    for _ in range(2):
+        with pytest.raises(OptimizerError, match="no injected hyperparameter 'momentum'"):
+            losses(trial)
+
+
 def test_trials_work_with_an_nnx_module():
     trainer = fitflax.Trainer(nnx.Linear(3, 1, rngs=nnx.Rngs(0)))
     trainer.compile("sgd", "mse", learning_rate=0.1)

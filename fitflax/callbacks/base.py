@@ -12,7 +12,7 @@ import jax
 import fitflax.keras_names as keras_names
 from fitflax.checkpoints.checkpoint import Checkpoint
 from fitflax.checkpoints.saver import Saver
-from fitflax.errors import CallbackError, no_attribute
+from fitflax.errors import CallbackError, NotReadyError, no_attribute
 from fitflax.logs import Logs
 from fitflax.state import TrainState
 from fitflax.storage import Location
@@ -340,6 +340,14 @@ def failure_since(before: BaseException | None) -> BaseException | None:
     """Returns the exception that ends a run. `before` is `sys.exception()` at its beginning, because `fit` may run in an `except` block."""
     error = sys.exception()
     return None if error is before else error
+
+
+def has_state(trainer: TrainerView) -> bool:
+    """Returns whether the trainer has a state. It has none after a step that failed while it was updating the state in place."""
+    try:
+        return trainer.state is not None
+    except NotReadyError:
+        return False
 
 
 def check_trigger(owner: str, trigger: Any, argument: str = "every", example: str = "every(steps=100)") -> None:

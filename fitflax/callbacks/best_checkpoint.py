@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from typing_extensions import override
 
-from fitflax.callbacks.base import Phase, failure_since
+from fitflax.callbacks.base import Phase, failure_since, has_state
 from fitflax.callbacks.early_stopping import Monitor
 from fitflax.callbacks.model_checkpoint import StoreCallback
 from fitflax.checkpoints.checkpoint import Checkpoint
@@ -204,14 +204,12 @@ class BestCheckpoint(StoreCallback):
         self._in_fit = False
         if not self.restore_best:
             return
-        if self._saver is not None:
-            with self._warn_on_failure():
-                self._saver.wait()
+        self.wait()
         step = self.best_step
         # A state that is not split is saved by process 0 alone, so the others wait for it here. After a failure, not all processes may get here.
         if jax.process_count() > 1 and failure_since(self._failure_before) is None and count_processes(self.trainer.state.step.devices()) > 1:
             step = exchange(step, "the best checkpoint")[0]
-        if step is not None:
+        if step is not None and has_state(self.trainer):  # Otherwise, do not hide the error that ended the run.
             saved, state = self.store.restore(step, FOR_INFERENCE), self.trainer.state
             names = ("params", "model_state") if state.ema_params is None else ("params", "model_state", "ema_params")
             where, impls = str(saved.path), saved.metadata["key_impls"]

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from typing_extensions import override
 
-from fitflax.callbacks.base import Callback, Phase
+from fitflax.callbacks.base import Callback, Phase, has_state
 from fitflax.checkpoints.checkpoint import Checkpoint
 from fitflax.errors import CallbackError, MonitorError, did_you_mean, integer_of
 from fitflax.logs import Logs, default_direction
@@ -204,7 +204,7 @@ class EarlyStopping(MonitorCallback):
 
     @override
     def on_train_end(self, logs: Mapping[str, Any]) -> None:
-        if self.restore_best and self._best_leaves is not None:
+        if self.restore_best and self._best_leaves is not None and has_state(self.trainer):  # Otherwise, do not hide the error that ended the run.
             params, model_state, averages = jax.tree.unflatten(jax.tree.structure(self._params_and_collections()), self._best_leaves)
             self.trainer.replace_state(dataclasses.replace(self.trainer.state, params=params, model_state=model_state, ema_params=averages))
 

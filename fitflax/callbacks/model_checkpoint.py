@@ -65,6 +65,8 @@ class StoreCallback(Callback):
     @override
     def enter_run(self, saver: Saver) -> None:
         self._saver = saver
+        # It is unknown whose save failed. If this callback raises errors, it must receive the error before one that only warns.
+        saver.before_close.insert(0 if self.on_save_error == "raise" else len(saver.before_close), self.wait)
         self.store.lock(saver)
 
     @override
@@ -101,6 +103,16 @@ class StoreCallback(Callback):
             if self._saver is not None:
                 self._saver.has_lost = True  # Some of the checkpoints to keep may be missing, so nothing is deleted from now on.
             warn(f"A checkpoint could not be saved. Training continues without it. {error}")
+
+    def wait(self) -> None:
+        """Waits for all saves of the run. If one failed, raises the error or, if `on_save_error` is `"warn"`, warns of it."""
+        if self._saver is not None:
+            with self._warn_on_failure():
+                self._saver.wait()
+
+    @override
+    def close(self) -> None:
+        self.wait()
 
 
 class ModelCheckpoint(StoreCallback):
@@ -184,8 +196,7 @@ class ModelCheckpoint(StoreCallback):
         """Saves a checkpoint whether `every` fires or not, unless its step is already saved, and waits until it is complete."""
         if checkpoint.step not in self._steps:
             self.on_checkpoint(checkpoint)
-        with self._warn_on_failure():
-            checkpoint.run.saver.wait()
+        self.wait()
 
     def _steps_to_keep(self, steps: list[int]) -> list[int]:
         newest = set(steps if self.keep is None else steps[-self.keep :])
@@ -202,9 +213,3 @@ class ModelCheckpoint(StoreCallback):
                 return  # The save failed.
             recorded = {key: value for key, value in logs.items() if not isinstance(logs, Logs) or logs.is_recorded(key)}
             save_partial_epoch(self.store.path(checkpoint.step), {"epoch": epoch, "logs": recorded, "earlier": dict(getattr(logs, "earlier", {}))})
-
-    @override
-    def close(self) -> None:
-        if self._saver is not None:
-            with self._warn_on_failure():
-                self._saver.wait()

@@ -70,6 +70,7 @@ class Saver:
         self._is_abandoned = self._is_detached = False
         self.failure: BaseException | None = None  # The exception of a job that was not reported yet.
         self.has_lost = False  # Whether any save failed, reported or not.
+        self.before_close: list[Callable[[], None]] = []  # Called by `close`. They wait for all jobs, and may report a failure as a warning.
         self.memory = ReusedMemory()  # For snapshots; released when the saver ends.
         self.device_room = DeviceRoom()
 
@@ -141,8 +142,10 @@ class Saver:
         _WORKING.discard(self)
 
     def close(self) -> None:
-        """Waits for all jobs, unlocks the directories, and raises the exception of a failed job."""
+        """Calls `before_close`, waits for all jobs, unlocks the directories, and raises the exception of a failed job."""
         try:
+            for wait in self.before_close:
+                wait()
             self.wait()
         finally:
             self._thread.end(wait=not self._is_abandoned)

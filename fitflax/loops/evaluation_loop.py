@@ -251,15 +251,16 @@ def _check_shapes_of_examples(one: PyTree, other: PyTree) -> None:
 def predict_iter(session: Session, source: Source, *, steps: int | None) -> Generator[PyTree, None, None]:
     """Returns an iterator over the outputs that `predict` concatenates, batch by batch, for the state at the time of the call."""
     live = session.state.need("predict_iter")
-    state, step, program, feeder = live.lend(), live.step, session.task.any_program(), session.task.feeder
+    state, version, program, feeder = live.lend(), live.version, session.task.any_program(), session.task.feeder
 
     def iterate() -> Generator[PyTree, None, None]:
+        is_current = live.version == version
         with contextlib.closing(feeder.prediction(source)) as feed:
             # Not `undisturbed`, because the caller may draw random numbers between two batches. It costs half a millisecond per batch, and reading
             # arrays draws no random numbers.
             reading = contextlib.nullcontext if isinstance(source, ArraySource) else _IsolatedRandomState().entered
-            # If no step has run since the call, use the live state, whose placement may have changed when the first batch was checked.
-            yield from _predictions(program, session, lambda: live.lend() if live.step == step else state, feed, steps, CallbackList(), reading=reading)
+            # If nothing has replaced the state since the call, use the live state, whose placement may have changed when the first batch was checked.
+            yield from _predictions(program, session, lambda: live.lend() if is_current else state, feed, steps, CallbackList(), reading=reading)
 
     return iterate()
 

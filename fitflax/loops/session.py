@@ -57,11 +57,15 @@ class Session:
             )
         return self.task.need_compiled(what)
 
-    def need_idle(self, what: str) -> Program:
-        """Returns the program for another run; raises `ConfigError` if `fit` is running, and errors of `need_trainable`."""
+    def check_idle(self, what: str) -> None:
+        """Raises `ConfigError` if `fit` is running."""
         if self.is_fitting:
             advice = f"Use another trainer there, or call {what}() after fit() has returned."
             raise ConfigError(f"{what}() was called while fit() is running, from a callback or another thread. {advice}")
+
+    def need_idle(self, what: str) -> Program:
+        """Returns the program for another run; raises errors of `check_idle` and `need_trainable`."""
+        self.check_idle(what)
         return self.need_trainable(what)
 
     # -- stopping --
@@ -89,6 +93,7 @@ class Session:
         Parameters and collections are kept, and so is the optimizer state if the optimizer is the same object. After an error, the session is unchanged
         or, if the old optimizer state had already been released, no longer compiled.
         """
+        self.check_idle("compile")
         before = dict(vars(self.task))
         try:
             is_new_optimizer = self.task.compile(*objective, **settings)
@@ -138,11 +143,16 @@ class Session:
         other.state.copy_from(self.state)
         return other
 
-    def copy_without_state(self, seed: int, make_task: MakeTask | None = None, *, is_member: bool = False) -> "Session":
-        """Returns a session with the same task and compiled steps but no state. With `make_task`, it has a new task, whose steps are compiled again."""
+    def copy_without_state(self, seed: int, make_task: MakeTask | None = None, *, member: int | None = None) -> "Session":
+        """Returns a session with the same task and compiled steps but no state. With `make_task`, it has a new task, whose steps are compiled again.
+
+        `member` is the number of the member if the session is one for a member of this ensemble.
+        """
         module_variables = None if self.state.module_variables is None else self.state.module_variables.copy()
-        other = Session(self.task.copy(make_task), seed, module_variables, None if is_member else self.members)
+        other = Session(self.task.copy(make_task), seed, module_variables, self.members if member is None else None)
         other.state.hyperparams = self.state.hyperparams
+        if member is not None:
+            other.state.hyperparams = {name: value[member] if np.ndim(value) else value for name, value in self.state.hyperparams.items()}
         return other
 
     # -- runs --

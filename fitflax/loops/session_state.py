@@ -120,20 +120,23 @@ class SessionState:
     def _init_optimizer(self, kept: Mapping[Any, Any] | None = None) -> None:
         """Initializes the optimizer state. `kept` are values of hyperparameters by path; by default, those of a new state."""
         strategy, init, state = self._strategy, self._functions.init_optimizer, self.need("compile").borrow()
-        places = strategy.places(self._place_optimizer(state, jax.eval_shape(init, state.params)))  # Errors are raised before anything is released.
+        # Errors are raised before anything is released.
+        shapes = self._check_optimizer(state, self.hyperparams if kept is None else {})
+        places = strategy.places(self._place_optimizer(state, shapes))
         # Copied, because an optimizer may keep the parameters themselves, and a step can donate a buffer only once.
         fresh = strategy.compile(lambda params: jax.tree.map(jnp.copy, init(params)), inputs=(strategy.places(state.params),), outputs=places)
         state = dataclasses.replace(state, opt_state=())
         self._update(state)  # Both optimizer states may not fit on the devices together.
         try:
-            opt_state = fresh(state.params)
+            state = dataclasses.replace(state, opt_state=fresh(state.params))
+            if kept is None:
+                state = with_hyperparams(state, self.hyperparams)
+            else:
+                state = dataclasses.replace(state, opt_state=replace_by_path(state.opt_state, kept))
         except BaseException:
             self._task.discard()  # So that the next compile() initializes it again.
             raise
-        if kept is not None:
-            self._update(dataclasses.replace(state, opt_state=replace_by_path(opt_state, kept)))
-        else:
-            self._update(with_hyperparams(dataclasses.replace(state, opt_state=opt_state), self.hyperparams))
+        self._update(state)
 
     def _place_optimizer(self, state: TrainState, shapes: Any) -> Any:
         """Returns the shapes of an optimizer state with their shardings."""
@@ -179,8 +182,8 @@ class SessionState:
         if not program.is_eager:  # Without jit, shapes are known only after initialization.
             check_places(program, program.initial_state.shapes(key, batch))
         with self._live_released():
-            state = program.initial_state.init(key, batch)
-        self.live = LiveState(self._strategy, with_hyperparams(state, self.hyperparams), 0)
+            state = with_hyperparams(program.initial_state.init(key, batch), self.hyperparams)
+        self.live = LiveState(self._strategy, state, 0)
         self._built_from = self.sample
         self._note_initialized()
 
@@ -249,6 +252,8 @@ class SessionState:
         state = TrainState(step=np.int32(0), params=params, model_state=model_state, opt_state=(), key=self.key, axes=self.module_variables.axes)  # type: ignore[arg-type]
         if self._task.program is not None and not self._task.program.is_eager:
             check_places(self._task.program, self._strategy.abstract_state(state))
+        if self._task.optimizer is not None:
+            self._check_optimizer(state, self.hyperparams)
         live = self._replace_live(state)
         live.replace(strong_types(live.borrow()), 0)
         self._note_initialized()
@@ -280,7 +285,7 @@ class SessionState:
             restored = self._restore_all(saved, target, options)
             report = report_of(restored, unused)
         if options.starts_over and has_optimizer:
-            self._check_optimizer(restored.params)
+            self._check_optimizer(restored, self.hyperparams)
         if target is not None:
             restored = dataclasses.replace(restored, axes=target.axes)
         self._replace_live(restored)
@@ -303,9 +308,11 @@ class SessionState:
             restored = dataclasses.replace(restored, ema_params=fit_to(averages, saved.train["ema_params"], saved, "train/ema_params", cast=options.cast))
         return restored
 
-    def _check_optimizer(self, params: Any) -> None:
-        """Raises the optimizer's errors about parameters, before anything changes."""
-        jax.eval_shape(self._functions.init_optimizer, shapes_in(params))
+    def _check_optimizer(self, state: TrainState, hyperparams: Mapping[str, Any]) -> Any:
+        """Returns the shapes of a new optimizer state; raises errors about parameters and hyperparameters, before anything changes."""
+        shapes = jax.eval_shape(self._functions.init_optimizer, shapes_in(state.params))
+        with_hyperparams(dataclasses.replace(state, opt_state=shapes), hyperparams)
+        return shapes
 
     def _without_transient(self, parts: dict[str, Any]) -> dict[str, Any]:
         """Returns parts of a saved state without collections that are not part of this trainer's state, such as the perturbations in older checkpoints."""
@@ -436,7 +443,7 @@ class SessionState:
         state = self.need("replace_params").borrow().replace_params(params)
         is_trainable = self._task.optimizer is not None and not self.is_serving
         if is_trainable:
-            self._check_optimizer(state.params)
+            self._check_optimizer(state, {})
         self.replace(state)
         self._pending = None
         if is_trainable:

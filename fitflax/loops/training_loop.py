@@ -24,7 +24,7 @@ from fitflax.steps.outputs import Kept
 from fitflax.steps.program import check_total_weight
 from fitflax.triggers import Moment, Schedule, Trigger
 
-# Maximum number of steps without hooks in between and, if a callback uses `on_train_batch_end`, their maximum time.
+# Maximum number of steps without hooks in between (but at least one call) and, if a callback uses `on_train_batch_end`, their maximum time.
 _MAX_STEPS_WITHOUT_HOOKS = 1000
 _SECONDS_WITHOUT_HOOKS = 0.05
 
@@ -360,7 +360,11 @@ class Run:
         """Returns the number of steps until the next event, such as a trigger or the end of the epoch."""
         plan, progress = self.plan, self.progress
         step, is_seen = progress.step, self.callbacks.needs_every_batch("on_train_batch_begin", "on_train_batch_end")
-        ends: list[int | None] = [step + (self._steps_of_call(_MAX_STEPS_WITHOUT_HOOKS) if is_seen else _MAX_STEPS_WITHOUT_HOOKS)]
+        # Whole calls; otherwise, the step at which this process began would determine how steps are split into calls, and so how they are rounded.
+        limit = call = self._steps_of_call(plan.steps_per_call)
+        if not is_seen:
+            limit += max(0, _MAX_STEPS_WITHOUT_HOOKS - call) // plan.steps_per_call * plan.steps_per_call
+        ends: list[int | None] = [step + limit]
         ends += [plan.end_step, self._run_end_step, self._agreement.next_step()]
         ends += [schedule.next_step(step, plan.process_start) for schedule in (self._schedule, self._validation_schedule, self.callbacks)]
         if plan.steps_per_epoch is not None:

@@ -178,6 +178,22 @@ def test_best_parameters_that_are_split_between_processes_are_an_error_before_th
     trainer.fit(X, Y, callbacks=[stop], verbose=0)
 
 
+@pytest.mark.parametrize("kind", [EarlyStopping, BestCheckpoint])
+def test_restore_best_does_not_hide_the_error_of_a_step_that_lost_the_state(kind, tmp_path):
+    trainer = make()
+
+    def fail(batch, logs):
+        if trainer.step == 2:
+            for leaf in trainer._session.state.live.carry.leaves:
+                leaf.delete()
+            raise ArithmeticError("a step failed")
+
+    best = kind(*([tmp_path] if kind is BestCheckpoint else []), monitor="loss", restore_best=True)
+    with pytest.raises(ArithmeticError, match="a step failed"):
+        trainer.fit(X, Y, epochs=3, verbose=0, callbacks=[best, LambdaCallback(on_train_batch_end=fail)])
+    assert best.best is not None
+
+
 def test_without_restore_best_the_last_parameters_are_kept():
     trainer, params = make(), []
     note = LambdaCallback(on_epoch_end=lambda epoch, logs: params.append(jax.tree.map(np.array, trainer.state.params)))

@@ -20,11 +20,12 @@ from flax import linen as nn
 
 import fitflax
 from fitflax.callbacks import ModelCheckpoint
+from fitflax.checkpoints import checkpoint_store
 from fitflax.checkpoints.resume import write_pointer
 from fitflax.data.batch import Position
 from fitflax.data.shards import spread
 from fitflax.data.sources import Shares
-from fitflax.errors import CallbackError, ConfigError, DataError
+from fitflax.errors import CallbackError, ConfigError, DataError, FitflaxWarning
 from fitflax.integrations.ray import RayReport, checkpoint_path
 from fitflax.parallel import launch
 
@@ -345,6 +346,23 @@ def test_a_trial_resumes_from_the_url_that_ray_tune_was_given(tmp_path, monkeypa
     for trainer in (resumed, restored):
         assert trainer.step == 24
         jax.tree.map(np.testing.assert_array_equal, trainer.state.params, uninterrupted.state.params)
+
+
+def test_a_report_warns_of_a_failed_save_and_includes_an_earlier_checkpoint(tmp_path, monkeypatch):
+    write, given = checkpoint_store.write_checkpoint, []
+
+    def full(directory, **options):
+        if options["metadata"]["step"] == 16:
+            raise OSError(28, "No space left on device")
+        write(directory, **options)
+
+    monkeypatch.setattr(checkpoint_store, "write_checkpoint", full)
+    monkeypatch.setattr("fitflax.integrations.ray._is_trial", lambda: True)
+    monkeypatch.setattr("ray.tune.report", lambda values, checkpoint: given.append((values["step"], (pathlib.Path(checkpoint.path) / "metadata.json").exists())))
+    checkpoint = ModelCheckpoint(tmp_path, on_save_error="warn")
+    with pytest.warns(FitflaxWarning, match="Training continues without it. Could not save .*step_00000016"):
+        make_trainer({}).fit(*make_data(), batch_size=32, epochs=2, callbacks=[checkpoint, RayReport(checkpoint=checkpoint)], verbose=0)
+    assert given == [(8, True), (16, True)] and checkpoint.store.steps() == [8]
 
 
 @pytest.mark.parametrize(

@@ -266,6 +266,30 @@ def test_a_failed_last_save_is_raised_at_the_end_and_on_train_end_is_called(tmp_
     assert len(ended) == 1 and steps_in(tmp_path) == []
 
 
+@pytest.mark.parametrize("kind", ["regular", "best"])
+def test_a_failed_last_save_is_a_warning_if_the_callback_only_warns(kind, tmp_path, monkeypatch):
+    Writes(monkeypatch, failing=(10,)).opened.set()
+    options: dict[str, Any] = {"keep": None, "on_save_error": "warn"}
+
+    def make(name: str) -> Callback:
+        directory = tmp_path / name
+        return BestCheckpoint(directory, monitor="loss", **options) if kind == "best" else ModelCheckpoint(directory, every=fitflax.every(steps=5), **options)
+
+    with pytest.warns(FitflaxWarning, match=r"Training continues without it. Could not save .*fit.step_00000010: .*No space left on device"):
+        assert fit(make_trainer(), make("fit"), epochs=2).epoch == [0, 1]
+    loop, save = make_trainer().train_loop(TRAIN, batch_size=4, steps=10, every=fitflax.every(steps=5)), make("loop")
+    with pytest.warns(FitflaxWarning, match=r"Training continues without it. Could not save .*loop.step_00000010: .*No space left on device"):
+        assert [save(reached).step for reached in loop] == [5, 10]
+    assert steps_in(tmp_path / "fit") == steps_in(tmp_path / "loop") == [5]
+
+
+def test_a_failed_last_save_is_raised_if_any_callback_raises(tmp_path, monkeypatch):
+    Writes(monkeypatch, failing=(5,)).opened.set()
+    callbacks = [BestCheckpoint(tmp_path / "best", monitor="loss", initial_value=0.0, on_save_error="warn"), ModelCheckpoint(tmp_path / "regular")]
+    with pytest.raises(CheckpointError, match="regular.step_00000005"):
+        fit(make_trainer(), *callbacks, epochs=1)
+
+
 @pytest.mark.parametrize("is_known", [False, True])
 def test_no_checkpoint_refers_to_a_best_checkpoint_that_failed_to_save(is_known, tmp_path, monkeypatch):
     """If the failure is not known yet, the regular checkpoint is not saved. If it is, the regular checkpoint is saved immediately and omits the best one."""

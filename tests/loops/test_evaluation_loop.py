@@ -1,6 +1,7 @@
 """`predict_iter`: what `predict` joins, batch by batch, in constant memory; and how the outputs of both are copied to the host."""
 
 import itertools
+import pathlib
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -159,6 +160,22 @@ def test_the_outputs_use_the_state_at_the_call_even_if_the_trainer_trains_meanwh
         trainer.fit(X, X[:, :2], batch_size=4, verbose=0)
         parts.append(next(outputs))
     np.testing.assert_array_equal(np.concatenate(parts), expected)
+    assert not np.array_equal(trainer.predict(X, batch_size=4), expected)
+
+
+@pytest.mark.parametrize("change", ["replace_params", "replace_state", "restore"])
+def test_the_outputs_use_the_state_at_the_call_even_if_another_state_of_the_same_step_replaces_it(change: str, tmp_path: pathlib.Path):
+    trainer, other = trainer_of(), trainer_of().with_seed(1)
+    other.build((X, X[:, :2]))
+    expected = trainer.predict(X, batch_size=4)
+    outputs = trainer.predict_iter(X, batch_size=4)
+    if change == "replace_params":
+        trainer.replace_params(other.state.params)
+    elif change == "replace_state":
+        trainer.replace_state(other.state)
+    else:
+        trainer.restore(other.save(tmp_path / "saved"))
+    np.testing.assert_array_equal(np.concatenate(list(outputs)), expected)
     assert not np.array_equal(trainer.predict(X, batch_size=4), expected)
 
 

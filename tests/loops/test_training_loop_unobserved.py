@@ -6,6 +6,7 @@ import signal
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from flax import linen as nn
@@ -15,6 +16,8 @@ import fitflax
 from fitflax.callbacks import Callback, LambdaCallback, ModelCheckpoint, ProgressBar
 from fitflax.data import Feed
 from fitflax.loops.training_loop import Run
+from fitflax.parallel import DataParallel
+from fitflax.steps.program import Program
 from fitflax.triggers import Trigger
 from tests.run_script import TRAIN, VALID, differences, leaves_of, make_trainer
 
@@ -49,6 +52,28 @@ def test_all_steps_up_to_the_next_observed_one_run_together(monkeypatch: pytest.
     train([LambdaCallback(lambda checkpoint: None, every=fitflax.every(steps=4))], steps=13, validation_data=None)
     # Requested after steps 1, 5, 6, 9 and 11, up to steps 4, 8 and 12. The end of a pass, at steps 5 and 10, ends a stretch, too.
     assert stretches == [3, 3, 2, 3, 1]
+
+
+def test_calls_of_several_steps_are_not_cut_in_long_epochs_also_after_a_resume(monkeypatch, tmp_path) -> None:
+    sizes: list[int] = []
+    real = Program.train_group
+
+    def train_group(self: Program, carry: Any, sums: Any, group: Any, *rest: Any, **options: Any) -> Any:
+        sizes.append(len(group))
+        return real(self, carry, sums, group, *rest, **options)
+
+    monkeypatch.setattr(Program, "train_group", train_group)
+
+    def train_to(steps: int, directory: pathlib.Path) -> list[int]:
+        sizes.clear()
+        trainer = fitflax.Trainer(nn.Dense(1), parallel=DataParallel(jax.devices()[:1]))
+        trainer.compile("sgd", "mse", steps_per_call=16)
+        x = np.ones((2100, 1), np.float32)
+        trainer.fit(x, x, batch_size=1, steps=steps, verbose=0, callbacks=[ModelCheckpoint(directory)], resume="auto")
+        return list(sizes)
+
+    assert train_to(2100, tmp_path / "whole") == [16] * 131 + [4]
+    assert train_to(496, tmp_path / "parts") + train_to(2100, tmp_path / "parts") == [16] * 131 + [4]
 
 
 @pytest.mark.slow
