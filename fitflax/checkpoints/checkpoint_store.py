@@ -22,7 +22,7 @@ import jax
 from fitflax.checkpoints.checkpoint_files import WHOLE, CollectiveRead, Saved, check_backend, read_checkpoint, read_metadata, write_checkpoint
 from fitflax.checkpoints.directories import LocalDirectory, ObjectDirectory, checkpoint_name, disk_errors
 from fitflax.checkpoints.json_documents import PROCESS, read_document
-from fitflax.checkpoints.retention import Retention, parse_retention
+from fitflax.checkpoints.retention import RETENTION_FILE, Retention, parse_retention
 from fitflax.checkpoints.saver import Saver
 from fitflax.checkpoints.shard_format import CollectiveSave
 from fitflax.errors import CheckpointError, CheckpointNotFoundError, ConfigError, CorruptCheckpointError, DirectoryInUseError, warn
@@ -31,7 +31,6 @@ from fitflax.state import PyTree
 from fitflax.storage import Location, ObjectPath, locate
 from fitflax.storage.lock import check_held, holder_of, lock_directory
 
-_RETENTION = "retention.json"
 _RUN = ".run.json"
 
 
@@ -215,7 +214,7 @@ class CheckpointStore:
         """Claims the directory for a run, and cleans up after processes that died in it. Call it before the first step.
 
         With `overwrite`, another run's checkpoints are set aside. They are deleted once the first new one is complete; if none is ever saved, the next claim
-        restores them. Without `overwrite`, or if another run is using the directory, `DirectoryInUseError` is raised, and nothing is changed.
+        restores them and their owners. Without `overwrite`, or if another run is using the directory, `DirectoryInUseError` is raised, and nothing is changed.
         """
         with disk_errors("claim", self.directory):
             self._files.make()
@@ -374,20 +373,20 @@ class CheckpointStore:
     ) -> None:
         """Records which of the existing steps an owner wants from now on; arguments are those of `Retention.recorded`."""
         retention = self._retention(present)
-        if not retention.is_known and (self.directory / _RETENTION).exists():
+        if not retention.is_known and (self.directory / RETENTION_FILE).exists():
             kept = _list_steps(sorted(set(present).difference(wanted_steps)))
-            warn(f"{self.directory / _RETENTION} is damaged, so checkpoints that may still be needed are kept: {kept}. Delete those that you do not need.")
+            warn(f"{self.directory / RETENTION_FILE} is damaged, so checkpoints that may still be needed are kept: {kept}. Delete those that you do not need.")
         note = retention.recorded(owner, wanted_steps, present, step=step, also=also, is_new=is_new)
         # A save syncs the directory later, after renaming the checkpoint.
-        self._files.write_note(_RETENTION, note, is_durable=step is None)
-        self._cache[_RETENTION] = (self._files.version(_RETENTION), note)
+        self._files.write_note(RETENTION_FILE, note, is_durable=step is None)
+        self._cache[RETENTION_FILE] = (self._files.version(RETENTION_FILE), note)
 
     def _delete_unwanted(self, present: list[int]) -> None:
         for step in self._retention(present).unwanted(present):
             self._files.delete(step)
 
     def _retention(self, present: list[int] | None = None) -> Retention:
-        return parse_retention(self._read(_RETENTION), self.steps() if present is None else present)
+        return parse_retention(self._read(RETENTION_FILE), self.steps() if present is None else present)
 
     def _read(self, name: str) -> dict[str, Any]:
         """Returns the contents of one of the directory's notes, or `{}` if it is missing or damaged."""

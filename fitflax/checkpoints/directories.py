@@ -9,8 +9,9 @@ A directory whose name does not begin with `.` is a complete checkpoint. Every c
     .lock                                      locked while a run uses the directory (`fitflax.storage.lock`)
     .step_00002000.tmp-PROCESS-RANDOM/         being written; a leftover if its process is dead
     .replaced-step_00002000.RANDOM/            replaced by a new checkpoint of the same name; restored if that is missing
-    .old-FROM.RANDOM/step_00002000/ ...        set aside by `claim(overwrite=True)` (FROM is 0) or `drop_after(step)` (FROM is step + 1). Deleted once
-                                               there is a checkpoint of step FROM or later; restored if there are no checkpoints at all
+    .old-FROM.RANDOM/step_00002000/ ...        set aside by `claim(overwrite=True)` (FROM is 0) or `drop_after(step)` (FROM is step + 1), with a copy of
+                                               `retention.json`. Deleted once there is a checkpoint of step FROM or later; restored, with
+                                               `retention.json`, if there are no checkpoints at all
     .undo-RANDOM/step_00002000/ ...            partly set aside, or partly restored; to be restored
     .trash-RANDOM/                             being deleted
 
@@ -19,7 +20,8 @@ A bucket has no renames, appends or locks. `docs/checkpoint-format.md` explains 
     step_00002000/state-RANDOM.00000 ...       the state, in parts; each attempt to save has its own names
     step_00002000/metadata.json                written last, conditionally; the checkpoint exists from then on
     .lease.json                                the user of the directory (`fitflax.storage.lock`)
-    .old-FROM.RANDOM.json                      lists checkpoints that are set aside, by step and version; deleting it restores them
+    .old-FROM.RANDOM.json                      lists checkpoints that are set aside, by step and version, with a copy of `retention.json`; deleting it
+                                               restores them
 """
 
 import bisect
@@ -34,8 +36,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fitflax.checkpoints.checkpoint_files import METADATA_FILE, PARTIAL_EPOCH_FILE, read_metadata
-from fitflax.checkpoints.json_documents import PROCESS, fsync_directory, read_document, replace_document
+from fitflax.checkpoints.json_documents import PROCESS, fsync_directory, read_document, replace_document, write_file
 from fitflax.checkpoints.msgpack_format import PART
+from fitflax.checkpoints.retention import RETENTION_FILE
 from fitflax.errors import CheckpointError, CorruptCheckpointError, DirectoryInUseError
 from fitflax.storage import ChangedError, Location, ObjectPath
 from fitflax.storage.lock import check_held
@@ -177,6 +180,8 @@ class LocalDirectory:
         undo = self.path / f".undo-{secrets.token_hex(4)}"
         try:
             undo.mkdir()
+            with contextlib.suppress(FileNotFoundError):
+                write_file(undo / RETENTION_FILE, [(self.path / RETENTION_FILE).read_bytes()])
             for name in map(checkpoint_name, steps):
                 os.rename(self.path / name, undo / name)
             fsync_directory(undo)
@@ -188,14 +193,19 @@ class LocalDirectory:
             raise
 
     def put_back(self, aside: SetAside) -> None:
-        """Restores all checkpoints that were set aside together, or none."""
+        """Restores all checkpoints that were set aside together, or none, and `retention.json`, which a run that died in its first save has replaced."""
+        if not (Path(aside.place) / RETENTION_FILE).exists():
+            (self.path / RETENTION_FILE).unlink(missing_ok=True)  # It is not known which ones are wanted, so all are kept.
         undo = self.path / f".undo-{secrets.token_hex(4)}"
         os.rename(aside.place, undo)  # Without this, if the process died in `_undo`, the restored checkpoints would supersede the others.
         self._undo(undo)
 
     def _undo(self, undo: Path) -> None:
         for entry in sorted(undo.iterdir()):
-            put_back(entry, self.path / entry.name)
+            if entry.name == RETENTION_FILE:
+                os.replace(entry, self.path / entry.name)
+            else:
+                put_back(entry, self.path / entry.name)
         undo.rmdir()
 
     def delete_set_aside(self, aside: SetAside) -> None:
@@ -315,7 +325,7 @@ class ObjectDirectory:
     def contents(self) -> Contents:
         """Lists the existing checkpoints."""
         by_step, asides = self._objects_by_step()
-        hidden = {(int(step), tag) for aside in asides for step, tag in _read_set_aside(aside).items()}
+        hidden = {(int(step), tag) for aside in asides for step, tag in _read_set_aside(aside)["checkpoints"].items()}
         return Contents(sorted(step for step, tag in _tags(by_step).items() if (step, tag) not in hidden), asides)
 
     recent_contents = contents
@@ -337,20 +347,27 @@ class ObjectDirectory:
 
     def set_aside(self, steps: list[int], *, since: int) -> None:
         """Hides all of the checkpoints or none."""
-        tags = {str(step): tag for step, tag in _tags(self._objects_by_step()[0]).items() if step in steps}
-        replace_document(self.path / f".old-{since}.{secrets.token_hex(4)}.json", {"checkpoints": tags})
+        note: dict[str, Any] = {"checkpoints": {str(step): tag for step, tag in _tags(self._objects_by_step()[0]).items() if step in steps}}
+        with contextlib.suppress(FileNotFoundError):
+            note["retention"] = (self.path / RETENTION_FILE).read_bytes().decode(errors="replace")
+        replace_document(self.path / f".old-{since}.{secrets.token_hex(4)}.json", note)
 
     def put_back(self, aside: SetAside) -> None:
-        """Restores all checkpoints that were set aside together, or none."""
+        """Restores all checkpoints that were set aside together, or none, and `retention.json`, as `LocalDirectory.put_back` does."""
+        retention, text = self.path / RETENTION_FILE, _read_set_aside(aside).get("retention")
+        if text is None:
+            retention.unlink()
+        else:
+            retention.write_bytes(text.encode())
         (self.path / aside.place.name).unlink()
 
     def delete_set_aside(self, aside: SetAside) -> None:
         """Deletes checkpoints that were set aside."""
         tags = _tags(self._objects_by_step()[0])
-        for step, tag in _read_set_aside(aside).items():
+        for step, tag in _read_set_aside(aside)["checkpoints"].items():
             if tags.get(int(step)) == tag:  # Otherwise it was replaced.
                 self.delete(int(step))
-        self.put_back(aside)
+        (self.path / aside.place.name).unlink()
 
     def recover(self, *, is_alone: bool) -> None:
         """Deletes parts that a process left when it died."""
@@ -383,11 +400,11 @@ def _tags(by_step: Mapping[int, list[ObjectInfo]]) -> dict[int, str]:
     return {step: info.tag for step, objects in by_step.items() for info in objects if info.key.endswith(f"/{METADATA_FILE}")}
 
 
-def _read_set_aside(aside: SetAside) -> dict[str, str]:
-    """Returns the versions by step that a note sets aside; `{}` if it is damaged or gone."""
+def _read_set_aside(aside: SetAside) -> dict[str, Any]:
+    """Returns the note that sets checkpoints aside: their versions by step, and the text of `retention.json`; no versions if it is damaged or gone."""
     with contextlib.suppress(CorruptCheckpointError):
-        return dict(read_document(aside.place)["checkpoints"])
-    return {}
+        return read_document(aside.place)
+    return {"checkpoints": {}}
 
 
 def write_to_bucket(place: ObjectPath, write: Write, *, before_commit: Callable[[], None] = lambda: None) -> None:
