@@ -35,6 +35,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from typing_extensions import override
+
 from fitflax.checkpoints.checkpoint_files import METADATA_FILE, PARTIAL_EPOCH_FILE, read_metadata
 from fitflax.checkpoints.json_documents import PROCESS, fsync_directory, read_document, replace_document, write_file
 from fitflax.checkpoints.msgpack_format import PART
@@ -407,6 +409,23 @@ def _read_set_aside(aside: SetAside) -> dict[str, Any]:
     return {"checkpoints": {}}
 
 
+class _RecordedPlace(ObjectPath):
+    """The location of a checkpoint that is being saved. It records what the names of the save's parts begin with, which no other save uses."""
+
+    def __init__(self, place: ObjectPath) -> None:
+        super().__init__(place.bucket, place.key)
+        self._stems: set[str] = set()
+
+    @override
+    def __truediv__(self, name: str) -> ObjectPath:
+        self._stems.add(name.partition(".")[0])
+        return super().__truediv__(name)
+
+    def part_keys(self) -> list[str]:
+        """Returns the keys of the parts that exist, also of those that other processes of the run have written."""
+        return [info.key for name, info in self.named_objects() if name.partition(".")[0] in self._stems]
+
+
 def write_to_bucket(place: ObjectPath, write: Write, *, before_commit: Callable[[], None] = lambda: None) -> None:
     """Writes a checkpoint in a bucket. It exists once its `metadata.json` does; then its predecessor is deleted.
 
@@ -416,18 +435,16 @@ def write_to_bucket(place: ObjectPath, write: Write, *, before_commit: Callable[
     commit = place / METADATA_FILE
     replaced = place.bucket.info(commit.key)
     before = [info.key for info in place.objects()]
+    recorded = _RecordedPlace(place)
     may_be_there = False
     written: list[str] = []
-
-    def new_keys() -> list[str]:
-        return [info.key for info in place.objects() if info.key not in before and info.key != commit.key]
 
     def put(data: bytes) -> None:
         nonlocal may_be_there
         before_commit()
         if (place / PARTIAL_EPOCH_FILE).key in before:  # Belongs to the replaced checkpoint.
             (place / PARTIAL_EPOCH_FILE).unlink()
-        written.extend(new_keys())
+        written.extend(recorded.part_keys())
         try:
             may_be_there = True
             place.bucket.write(commit.key, data, create=replaced is None, tag=None if replaced is None else replaced.tag)
@@ -436,14 +453,15 @@ def write_to_bucket(place: ObjectPath, write: Write, *, before_commit: Callable[
             raise DirectoryInUseError(f"Another run saved {place} at the same time. Two runs cannot save to the same directory. Choose another one.") from error
 
     try:
-        write(place, commit=put)
+        write(recorded, commit=put)
     except BaseException:
-        # A write without a response may still have succeeded. Then nothing may be deleted here, and recover() cleans up.
+        # A write without a response may still have succeeded. Then nothing may be deleted here, and recover() cleans up. Otherwise only this save's parts:
+        # another run may have completed the checkpoint.
         if not may_be_there:
             with contextlib.suppress(OSError):
-                place.bucket.delete(new_keys())
+                place.bucket.delete(recorded.part_keys())
         raise
-    if set(written).difference(new_keys()):  # Another run removed them, because it considered this one dead. Delete nothing else.
+    if set(written).difference(recorded.part_keys()):  # Another run removed them, because it considered this one dead. Delete nothing else.
         raise DirectoryInUseError(
             f"Another run removed parts of {place} while this one saved it. Two runs cannot save to the same directory. Choose another one."
         )
