@@ -186,23 +186,28 @@ class CheckpointStore:
     ) -> tuple[Saved | None, list[CheckpointError]]:
         """Returns the newest checkpoint that passes verification, or `None`, and for each newer one an error that begins with its name.
 
+        A run may use the directory: if it deletes a checkpoint while it is being read, its newer ones are tried.
+
         Args:
             roots: The parts to read, as in `checkpoint_files.read_checkpoint`.
             accepts: A function that returns whether to accept a good checkpoint; others are skipped silently.
             together: Facts about the other processes, if several read together.
         """
-        skipped: list[CheckpointError] = []
+        found: Saved | None = None
+        faults: dict[int, CheckpointError] = {}
         passed = set() if together is None else set(together.damaged)
-        for step in sorted(set(self.steps()) - passed, reverse=True):
+        while found is None and (untried := (listed := set(self.steps())) - passed):
+            step = max(untried)
+            path = self.path(step)
+            passed.add(step)
             try:
-                if accepts(saved := read_checkpoint(self.path(step), roots, share=None if together is None else together.share)):
-                    return saved, skipped
+                if accepts(saved := read_checkpoint(path, roots, share=None if together is None else together.share)):
+                    found = saved
             except CheckpointError as error:
                 if together is not None:
                     together.damaged.add(step)
-                path = self.path(step)
-                skipped.append(type(error)(f"{path.name}: {str(error).replace(f'{path}/', '')}"))
-        return None, skipped
+                faults[step] = type(error)(f"{path.name}: {str(error).replace(f'{path}/', '')}")
+        return found, [fault for other, fault in faults.items() if other in listed and (found is None or other > step)]
 
     def run_id(self) -> str | None:
         """Returns the run that the checkpoints belong to; without checkpoints, the one that last claimed the directory; `None` if unknown."""

@@ -149,6 +149,20 @@ def test_newest_good_says_what_is_wrong_with_newer_ones(store):
         store.restore()
 
 
+def test_newest_good_reads_a_newer_checkpoint_if_a_run_deletes_the_one_that_is_being_read(store, monkeypatch):
+    read = store_module.read_checkpoint
+
+    def slow(path, *arguments, **options):
+        if path == store.path(1):
+            save(store, 2)
+        return read(path, *arguments, **options)
+
+    save(store, 1)
+    monkeypatch.setattr(store_module, "read_checkpoint", slow)
+    saved, skipped = store.newest_good()
+    assert saved.path == store.path(2) and skipped == []
+
+
 # --- Claiming a directory ---
 
 
