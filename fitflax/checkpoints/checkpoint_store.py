@@ -455,18 +455,25 @@ class Listed:
 
 
 def list_checkpoints(directory: str | os.PathLike[str], *, verify: bool = False, storage_options: Mapping[str, Any] | None = None) -> list[Listed]:
-    """Returns the checkpoints of a run's directory, by step; with `verify`, every byte is checked. `storage_options` are those of `CheckpointStore`."""
+    """Returns the checkpoints of a run's directory, by step; with `verify`, every byte is checked. `storage_options` are those of `CheckpointStore`.
+
+    The run may use the directory: checkpoints that it deletes meanwhile are left out.
+    """
     store = CheckpointStore(directory, storage_options=storage_options)
     steps, owners, rows = store.steps(), store.owners(), []
-    for step in steps:
-        num_bytes, written = store.size_and_time(step)
+    while steps:
+        step, *steps = steps
+        num_bytes, written, fault = 0, time.time(), None
         metrics: dict[str, Any] = {}
-        fault = None
         try:
+            num_bytes, written = store.size_and_time(step)
             metrics = dict(_metrics(read_metadata(store.path(step))))
             if verify:
                 store.verify(step)
         except CheckpointError as error:
+            if step not in (existing := store.steps()):
+                steps, owners = [other for other in existing if other > step], store.owners()
+                continue
             fault = str(error)
         rows.append(
             Listed(
@@ -476,7 +483,7 @@ def list_checkpoints(directory: str | os.PathLike[str], *, verify: bool = False,
                 num_bytes=num_bytes,
                 metrics=metrics,
                 kept_by=tuple(sorted(owner for owner, kept in owners.items() if step in kept)),
-                is_latest=step == steps[-1],
+                is_latest=not steps,
                 state=fault or ("ok" if verify else "not verified"),
                 is_damaged=fault is not None,
             )
