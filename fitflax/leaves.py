@@ -143,7 +143,8 @@ def matching(paths: Sequence[str], patterns: Sequence[str], *, owner: str, error
     """
     for pattern in patterns:
         if not any(_matches(path.split("/"), pattern.split("/")) for path in paths):
-            hint = " Leave out 'params/'." if pattern.startswith("params/") else did_you_mean(pattern, [*paths, *_parents(paths)])
+            is_prefixed = pattern.startswith("params/") and not any(path.startswith("params/") for path in paths)
+            hint = " Leave out 'params/'." if is_prefixed else did_you_mean(pattern, [*paths, *_parents(paths)])
             raise error(f"{owner}: {pattern!r} matches no parameter.{hint} Parameters: {listed(paths)}.")
     return [any(_matches(path.split("/"), pattern.split("/")) for pattern in patterns) for path in paths]
 

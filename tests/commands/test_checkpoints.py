@@ -178,6 +178,7 @@ def test_inputs_that_cannot_be_compared_are_one_clear_error(tmp_path, capsys):
     for arguments, words in (
         (["nowhere", str(tmp_path / "a")], "There is no checkpoint at nowhere"),
         ([str(tmp_path / "a")] * 2 + ["--only", "parms"], "Did you mean 'params"),
+        ([str(tmp_path / "a")] * 2 + ["--only", "params/kernl"], "Did you mean 'params/kernel'"),
     ):
         with pytest.raises(SystemExit) as ended:
             main(["compare", *arguments])
