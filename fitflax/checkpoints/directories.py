@@ -182,8 +182,7 @@ class LocalDirectory:
         undo = self.path / f".undo-{secrets.token_hex(4)}"
         try:
             undo.mkdir()
-            with contextlib.suppress(FileNotFoundError):
-                write_file(undo / RETENTION_FILE, [(self.path / RETENTION_FILE).read_bytes()])
+            self._copy_retention(undo)
             for name in map(checkpoint_name, steps):
                 os.rename(self.path / name, undo / name)
             fsync_directory(undo)
@@ -192,6 +191,18 @@ class LocalDirectory:
         except BaseException:
             with contextlib.suppress(OSError):  # Otherwise, recover() does it.
                 self._undo(undo)
+            raise
+
+    def _copy_retention(self, undo: Path) -> None:
+        """Copies `retention.json` into a directory, completely or not at all."""
+        temporary = self.path / f".{RETENTION_FILE}.tmp-{PROCESS}-{secrets.token_hex(4)}"
+        try:
+            write_file(temporary, [(self.path / RETENTION_FILE).read_bytes()])
+            os.replace(temporary, undo / RETENTION_FILE)
+        except FileNotFoundError:
+            pass  # Nothing was saved yet, or the user has removed it.
+        except BaseException:
+            temporary.unlink(missing_ok=True)
             raise
 
     def put_back(self, aside: SetAside) -> None:
@@ -410,7 +421,7 @@ def _read_set_aside(aside: SetAside) -> dict[str, Any]:
 
 
 class _RecordedPlace(ObjectPath):
-    """The location of a checkpoint that is being saved. It records what the names of the save's parts begin with, which no other save uses."""
+    """The location of a checkpoint that is being saved. It records the stems of the names of the save's parts, which no other save uses."""
 
     def __init__(self, place: ObjectPath) -> None:
         super().__init__(place.bucket, place.key)
