@@ -6,7 +6,7 @@ import fnmatch
 import itertools
 import math
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from pathlib import PurePath
 from typing import Any
 
@@ -143,7 +143,8 @@ def matching(paths: Sequence[str], patterns: Sequence[str], *, owner: str, error
     """
     for pattern in patterns:
         if not any(_matches(path.split("/"), pattern.split("/")) for path in paths):
-            hint = " Leave out 'params/'." if pattern.startswith("params/") else did_you_mean(pattern, [*paths, *_parents(paths)])
+            is_prefixed = pattern.startswith("params/") and not any(path.startswith("params/") for path in paths)
+            hint = " Leave out 'params/'." if is_prefixed else did_you_mean(pattern, [*paths, *_parents(paths)])
             raise error(f"{owner}: {pattern!r} matches no parameter.{hint} Parameters: {listed(paths)}.")
     return [any(_matches(path.split("/"), pattern.split("/")) for pattern in patterns) for path in paths]
 
@@ -162,7 +163,7 @@ def _parents(paths: Sequence[str]) -> list[str]:
 
 
 def as_config(config: Any) -> dict[str, Any]:
-    """Returns a configuration as nested dicts of JSON values; other values become strings.
+    """Returns a configuration as nested dicts of JSON values; sets become sorted lists, and other values become strings.
 
     Args:
         config: A mapping, such as OmegaConf's `DictConfig`, a dataclass instance, an `argparse.Namespace`, or an object with a `to_dict` method, such as
@@ -194,6 +195,8 @@ def _plain(value: Any) -> Any:
         return value
     if isinstance(value, Sequence) and not isinstance(value, bytes):
         return [_plain(item) for item in value]
+    if isinstance(value, Set):  # Sorted, because the order of strings in a set is different in each process.
+        return sorted(map(_plain, value), key=repr)
     if not isinstance(value, type) and callable(getattr(value, "to_dict", None)):
         return _plain(value.to_dict())
     return _text(value)

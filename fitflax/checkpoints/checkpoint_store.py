@@ -22,7 +22,7 @@ import jax
 from fitflax.checkpoints.checkpoint_files import WHOLE, CollectiveRead, Saved, check_backend, read_checkpoint, read_metadata, write_checkpoint
 from fitflax.checkpoints.directories import LocalDirectory, ObjectDirectory, checkpoint_name, disk_errors
 from fitflax.checkpoints.json_documents import PROCESS, read_document
-from fitflax.checkpoints.retention import Retention, parse_retention
+from fitflax.checkpoints.retention import RETENTION_FILE, Retention, parse_retention
 from fitflax.checkpoints.saver import Saver
 from fitflax.checkpoints.shard_format import CollectiveSave
 from fitflax.errors import CheckpointError, CheckpointNotFoundError, ConfigError, CorruptCheckpointError, DirectoryInUseError, warn
@@ -31,7 +31,6 @@ from fitflax.state import PyTree
 from fitflax.storage import Location, ObjectPath, locate
 from fitflax.storage.lock import check_held, holder_of, lock_directory
 
-_RETENTION = "retention.json"
 _RUN = ".run.json"
 
 
@@ -187,23 +186,28 @@ class CheckpointStore:
     ) -> tuple[Saved | None, list[CheckpointError]]:
         """Returns the newest checkpoint that passes verification, or `None`, and for each newer one an error that begins with its name.
 
+        A run may use the directory: if it deletes a checkpoint while it is being read, its newer ones are tried.
+
         Args:
             roots: The parts to read, as in `checkpoint_files.read_checkpoint`.
             accepts: A function that returns whether to accept a good checkpoint; others are skipped silently.
             together: Facts about the other processes, if several read together.
         """
-        skipped: list[CheckpointError] = []
+        found: Saved | None = None
+        faults: dict[int, CheckpointError] = {}
         passed = set() if together is None else set(together.damaged)
-        for step in sorted(set(self.steps()) - passed, reverse=True):
+        while found is None and (untried := (listed := set(self.steps())) - passed):
+            step = max(untried)
+            path = self.path(step)
+            passed.add(step)
             try:
-                if accepts(saved := read_checkpoint(self.path(step), roots, share=None if together is None else together.share)):
-                    return saved, skipped
+                if accepts(saved := read_checkpoint(path, roots, share=None if together is None else together.share)):
+                    found = saved
             except CheckpointError as error:
                 if together is not None:
                     together.damaged.add(step)
-                path = self.path(step)
-                skipped.append(type(error)(f"{path.name}: {str(error).replace(f'{path}/', '')}"))
-        return None, skipped
+                faults[step] = type(error)(f"{path.name}: {str(error).replace(f'{path}/', '')}")
+        return found, [fault for other, fault in faults.items() if other in listed and (found is None or other > step)]
 
     def run_id(self) -> str | None:
         """Returns the run that the checkpoints belong to; without checkpoints, the one that last claimed the directory; `None` if unknown."""
@@ -215,7 +219,7 @@ class CheckpointStore:
         """Claims the directory for a run, and cleans up after processes that died in it. Call it before the first step.
 
         With `overwrite`, another run's checkpoints are set aside. They are deleted once the first new one is complete; if none is ever saved, the next claim
-        restores them. Without `overwrite`, or if another run is using the directory, `DirectoryInUseError` is raised, and nothing is changed.
+        restores them and their owners. Without `overwrite`, or if another run is using the directory, `DirectoryInUseError` is raised, and nothing is changed.
         """
         with disk_errors("claim", self.directory):
             self._files.make()
@@ -374,20 +378,20 @@ class CheckpointStore:
     ) -> None:
         """Records which of the existing steps an owner wants from now on; arguments are those of `Retention.recorded`."""
         retention = self._retention(present)
-        if not retention.is_known and (self.directory / _RETENTION).exists():
+        if not retention.is_known and (self.directory / RETENTION_FILE).exists():
             kept = _list_steps(sorted(set(present).difference(wanted_steps)))
-            warn(f"{self.directory / _RETENTION} is damaged, so checkpoints that may still be needed are kept: {kept}. Delete those that you do not need.")
+            warn(f"{self.directory / RETENTION_FILE} is damaged, so checkpoints that may still be needed are kept: {kept}. Delete those that you do not need.")
         note = retention.recorded(owner, wanted_steps, present, step=step, also=also, is_new=is_new)
         # A save syncs the directory later, after renaming the checkpoint.
-        self._files.write_note(_RETENTION, note, is_durable=step is None)
-        self._cache[_RETENTION] = (self._files.version(_RETENTION), note)
+        self._files.write_note(RETENTION_FILE, note, is_durable=step is None)
+        self._cache[RETENTION_FILE] = (self._files.version(RETENTION_FILE), note)
 
     def _delete_unwanted(self, present: list[int]) -> None:
         for step in self._retention(present).unwanted(present):
             self._files.delete(step)
 
     def _retention(self, present: list[int] | None = None) -> Retention:
-        return parse_retention(self._read(_RETENTION), self.steps() if present is None else present)
+        return parse_retention(self._read(RETENTION_FILE), self.steps() if present is None else present)
 
     def _read(self, name: str) -> dict[str, Any]:
         """Returns the contents of one of the directory's notes, or `{}` if it is missing or damaged."""
@@ -451,18 +455,25 @@ class Listed:
 
 
 def list_checkpoints(directory: str | os.PathLike[str], *, verify: bool = False, storage_options: Mapping[str, Any] | None = None) -> list[Listed]:
-    """Returns the checkpoints of a run's directory, by step; with `verify`, every byte is checked. `storage_options` are those of `CheckpointStore`."""
+    """Returns the checkpoints of a run's directory, by step; with `verify`, every byte is checked. `storage_options` are those of `CheckpointStore`.
+
+    The run may use the directory: checkpoints that it deletes meanwhile are left out.
+    """
     store = CheckpointStore(directory, storage_options=storage_options)
     steps, owners, rows = store.steps(), store.owners(), []
-    for step in steps:
-        num_bytes, written = store.size_and_time(step)
+    while steps:
+        step, *steps = steps
+        num_bytes, written, fault = 0, time.time(), None
         metrics: dict[str, Any] = {}
-        fault = None
         try:
+            num_bytes, written = store.size_and_time(step)
             metrics = dict(_metrics(read_metadata(store.path(step))))
             if verify:
                 store.verify(step)
         except CheckpointError as error:
+            if step not in (existing := store.steps()):
+                steps, owners = [other for other in existing if other > step], store.owners()
+                continue
             fault = str(error)
         rows.append(
             Listed(
@@ -472,7 +483,7 @@ def list_checkpoints(directory: str | os.PathLike[str], *, verify: bool = False,
                 num_bytes=num_bytes,
                 metrics=metrics,
                 kept_by=tuple(sorted(owner for owner, kept in owners.items() if step in kept)),
-                is_latest=step == steps[-1],
+                is_latest=not steps,
                 state=fault or ("ok" if verify else "not verified"),
                 is_damaged=fault is not None,
             )

@@ -9,8 +9,9 @@ A directory whose name does not begin with `.` is a complete checkpoint. Every c
     .lock                                      locked while a run uses the directory (`fitflax.storage.lock`)
     .step_00002000.tmp-PROCESS-RANDOM/         being written; a leftover if its process is dead
     .replaced-step_00002000.RANDOM/            replaced by a new checkpoint of the same name; restored if that is missing
-    .old-FROM.RANDOM/step_00002000/ ...        set aside by `claim(overwrite=True)` (FROM is 0) or `drop_after(step)` (FROM is step + 1). Deleted once
-                                               there is a checkpoint of step FROM or later; restored if there are no checkpoints at all
+    .old-FROM.RANDOM/step_00002000/ ...        set aside by `claim(overwrite=True)` (FROM is 0) or `drop_after(step)` (FROM is step + 1), with a copy of
+                                               `retention.json`. Deleted once there is a checkpoint of step FROM or later; restored, with
+                                               `retention.json`, if there are no checkpoints at all
     .undo-RANDOM/step_00002000/ ...            partly set aside, or partly restored; to be restored
     .trash-RANDOM/                             being deleted
 
@@ -19,7 +20,8 @@ A bucket has no renames, appends or locks. `docs/checkpoint-format.md` explains 
     step_00002000/state-RANDOM.00000 ...       the state, in parts; each attempt to save has its own names
     step_00002000/metadata.json                written last, conditionally; the checkpoint exists from then on
     .lease.json                                the user of the directory (`fitflax.storage.lock`)
-    .old-FROM.RANDOM.json                      lists checkpoints that are set aside, by step and version; deleting it restores them
+    .old-FROM.RANDOM.json                      lists checkpoints that are set aside, by step and version, with a copy of `retention.json`; deleting it
+                                               restores them
 """
 
 import bisect
@@ -33,9 +35,12 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from typing_extensions import override
+
 from fitflax.checkpoints.checkpoint_files import METADATA_FILE, PARTIAL_EPOCH_FILE, read_metadata
-from fitflax.checkpoints.json_documents import PROCESS, fsync_directory, read_document, replace_document
+from fitflax.checkpoints.json_documents import PROCESS, fsync_directory, read_document, replace_document, write_file
 from fitflax.checkpoints.msgpack_format import PART
+from fitflax.checkpoints.retention import RETENTION_FILE
 from fitflax.errors import CheckpointError, CorruptCheckpointError, DirectoryInUseError
 from fitflax.storage import ChangedError, Location, ObjectPath
 from fitflax.storage.lock import check_held
@@ -177,6 +182,7 @@ class LocalDirectory:
         undo = self.path / f".undo-{secrets.token_hex(4)}"
         try:
             undo.mkdir()
+            self._copy_retention(undo)
             for name in map(checkpoint_name, steps):
                 os.rename(self.path / name, undo / name)
             fsync_directory(undo)
@@ -187,15 +193,32 @@ class LocalDirectory:
                 self._undo(undo)
             raise
 
+    def _copy_retention(self, undo: Path) -> None:
+        """Copies `retention.json` into a directory, completely or not at all."""
+        temporary = self.path / f".{RETENTION_FILE}.tmp-{PROCESS}-{secrets.token_hex(4)}"
+        try:
+            write_file(temporary, [(self.path / RETENTION_FILE).read_bytes()])
+            os.replace(temporary, undo / RETENTION_FILE)
+        except FileNotFoundError:
+            pass  # Nothing was saved yet, or the user has removed it.
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+
     def put_back(self, aside: SetAside) -> None:
-        """Restores all checkpoints that were set aside together, or none."""
+        """Restores all checkpoints that were set aside together, or none, and `retention.json`, which a run that died in its first save has replaced."""
+        if not (Path(aside.place) / RETENTION_FILE).exists():
+            (self.path / RETENTION_FILE).unlink(missing_ok=True)  # It is not known which ones are wanted, so all are kept.
         undo = self.path / f".undo-{secrets.token_hex(4)}"
         os.rename(aside.place, undo)  # Without this, if the process died in `_undo`, the restored checkpoints would supersede the others.
         self._undo(undo)
 
     def _undo(self, undo: Path) -> None:
         for entry in sorted(undo.iterdir()):
-            put_back(entry, self.path / entry.name)
+            if entry.name == RETENTION_FILE:
+                os.replace(entry, self.path / entry.name)
+            else:
+                put_back(entry, self.path / entry.name)
         undo.rmdir()
 
     def delete_set_aside(self, aside: SetAside) -> None:
@@ -315,7 +338,7 @@ class ObjectDirectory:
     def contents(self) -> Contents:
         """Lists the existing checkpoints."""
         by_step, asides = self._objects_by_step()
-        hidden = {(int(step), tag) for aside in asides for step, tag in _read_set_aside(aside).items()}
+        hidden = {(int(step), tag) for aside in asides for step, tag in _read_set_aside(aside)["checkpoints"].items()}
         return Contents(sorted(step for step, tag in _tags(by_step).items() if (step, tag) not in hidden), asides)
 
     recent_contents = contents
@@ -337,20 +360,27 @@ class ObjectDirectory:
 
     def set_aside(self, steps: list[int], *, since: int) -> None:
         """Hides all of the checkpoints or none."""
-        tags = {str(step): tag for step, tag in _tags(self._objects_by_step()[0]).items() if step in steps}
-        replace_document(self.path / f".old-{since}.{secrets.token_hex(4)}.json", {"checkpoints": tags})
+        note: dict[str, Any] = {"checkpoints": {str(step): tag for step, tag in _tags(self._objects_by_step()[0]).items() if step in steps}}
+        with contextlib.suppress(FileNotFoundError):
+            note["retention"] = (self.path / RETENTION_FILE).read_bytes().decode(errors="replace")
+        replace_document(self.path / f".old-{since}.{secrets.token_hex(4)}.json", note)
 
     def put_back(self, aside: SetAside) -> None:
-        """Restores all checkpoints that were set aside together, or none."""
+        """Restores all checkpoints that were set aside together, or none, and `retention.json`, as `LocalDirectory.put_back` does."""
+        retention, text = self.path / RETENTION_FILE, _read_set_aside(aside).get("retention")
+        if text is None:
+            retention.unlink()
+        else:
+            retention.write_bytes(text.encode())
         (self.path / aside.place.name).unlink()
 
     def delete_set_aside(self, aside: SetAside) -> None:
         """Deletes checkpoints that were set aside."""
         tags = _tags(self._objects_by_step()[0])
-        for step, tag in _read_set_aside(aside).items():
+        for step, tag in _read_set_aside(aside)["checkpoints"].items():
             if tags.get(int(step)) == tag:  # Otherwise it was replaced.
                 self.delete(int(step))
-        self.put_back(aside)
+        (self.path / aside.place.name).unlink()
 
     def recover(self, *, is_alone: bool) -> None:
         """Deletes parts that a process left when it died."""
@@ -383,11 +413,28 @@ def _tags(by_step: Mapping[int, list[ObjectInfo]]) -> dict[int, str]:
     return {step: info.tag for step, objects in by_step.items() for info in objects if info.key.endswith(f"/{METADATA_FILE}")}
 
 
-def _read_set_aside(aside: SetAside) -> dict[str, str]:
-    """Returns the versions by step that a note sets aside; `{}` if it is damaged or gone."""
+def _read_set_aside(aside: SetAside) -> dict[str, Any]:
+    """Returns the note that sets checkpoints aside: their versions by step, and the text of `retention.json`; no versions if it is damaged or gone."""
     with contextlib.suppress(CorruptCheckpointError):
-        return dict(read_document(aside.place)["checkpoints"])
-    return {}
+        return read_document(aside.place)
+    return {"checkpoints": {}}
+
+
+class _RecordedPlace(ObjectPath):
+    """The location of a checkpoint that is being saved. It records the stems of the names of the save's parts, which no other save uses."""
+
+    def __init__(self, place: ObjectPath) -> None:
+        super().__init__(place.bucket, place.key)
+        self._stems: set[str] = set()
+
+    @override
+    def __truediv__(self, name: str) -> ObjectPath:
+        self._stems.add(name.partition(".")[0])
+        return super().__truediv__(name)
+
+    def part_keys(self) -> list[str]:
+        """Returns the keys of the parts that exist, also of those that other processes of the run have written."""
+        return [info.key for name, info in self.named_objects() if name.partition(".")[0] in self._stems]
 
 
 def write_to_bucket(place: ObjectPath, write: Write, *, before_commit: Callable[[], None] = lambda: None) -> None:
@@ -399,18 +446,16 @@ def write_to_bucket(place: ObjectPath, write: Write, *, before_commit: Callable[
     commit = place / METADATA_FILE
     replaced = place.bucket.info(commit.key)
     before = [info.key for info in place.objects()]
+    recorded = _RecordedPlace(place)
     may_be_there = False
     written: list[str] = []
-
-    def new_keys() -> list[str]:
-        return [info.key for info in place.objects() if info.key not in before and info.key != commit.key]
 
     def put(data: bytes) -> None:
         nonlocal may_be_there
         before_commit()
         if (place / PARTIAL_EPOCH_FILE).key in before:  # Belongs to the replaced checkpoint.
             (place / PARTIAL_EPOCH_FILE).unlink()
-        written.extend(new_keys())
+        written.extend(recorded.part_keys())
         try:
             may_be_there = True
             place.bucket.write(commit.key, data, create=replaced is None, tag=None if replaced is None else replaced.tag)
@@ -419,14 +464,15 @@ def write_to_bucket(place: ObjectPath, write: Write, *, before_commit: Callable[
             raise DirectoryInUseError(f"Another run saved {place} at the same time. Two runs cannot save to the same directory. Choose another one.") from error
 
     try:
-        write(place, commit=put)
+        write(recorded, commit=put)
     except BaseException:
-        # A write without a response may still have succeeded. Then nothing may be deleted here, and recover() cleans up.
+        # A write without a response may still have succeeded. Then nothing may be deleted here, and recover() cleans up. Otherwise only this save's parts:
+        # another run may have completed the checkpoint.
         if not may_be_there:
             with contextlib.suppress(OSError):
-                place.bucket.delete(new_keys())
+                place.bucket.delete(recorded.part_keys())
         raise
-    if set(written).difference(new_keys()):  # Another run removed them, because it considered this one dead. Delete nothing else.
+    if set(written).difference(recorded.part_keys()):  # Another run removed them, because it considered this one dead. Delete nothing else.
         raise DirectoryInUseError(
             f"Another run removed parts of {place} while this one saved it. Two runs cannot save to the same directory. Choose another one."
         )

@@ -5,6 +5,7 @@ another leading `~`, so both round-trip. NumPy scalars become Python numbers, tu
 """
 
 import contextlib
+import errno
 import functools
 import importlib.metadata
 import json
@@ -30,6 +31,8 @@ PROCESS = secrets.token_hex(4)
 
 _ENCODE = json.JSONEncoder(allow_nan=False).encode
 _LAST_MEMBER = re.compile(rb'  "crc32": (\d+)\n}\n\Z')
+# Errors of file systems that cannot sync a directory, such as some network file systems.
+_UNSUPPORTED = {errno.EINVAL, errno.ENOTSUP, errno.EBADF}
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
@@ -196,9 +199,12 @@ def read_errors(path: Location) -> Iterator[None]:
 
 
 def fsync_directory(directory: Path) -> None:
-    """Makes creations, renames and removals in `directory` survive a power failure."""
+    """Makes creations, renames and removals in `directory` survive a power failure, if its file system supports this."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in _UNSUPPORTED:
+            raise
     finally:
         os.close(descriptor)

@@ -9,6 +9,8 @@ This module neither reads nor writes files; `CheckpointStore` does.
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
+RETENTION_FILE = "retention.json"
+
 
 class Retention(NamedTuple):
     """Which of the existing steps are kept."""

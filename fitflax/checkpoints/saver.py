@@ -6,10 +6,12 @@ would be without a thread: a checkpoint must not outlive another one that it ref
 """
 
 import atexit
+import concurrent.futures.thread  # noqa: F401 (imported before `_wait_for_all` is registered)
 import dataclasses
 import functools
 import math
 import os
+import threading
 import weakref
 from collections.abc import Callable, Collection
 from typing import Any, Self
@@ -119,13 +121,17 @@ class Saver:
 
     def settle(self) -> BaseException | None:
         """Waits for all jobs, and returns the exception of a failed one, once."""
+        self.wait_until_idle()
+        error, self.failure = self.failure, None
+        return error
+
+    def wait_until_idle(self) -> None:
+        """Waits for all jobs."""
         try:
             self._thread.wait_until(lambda: self.is_idle or self._is_abandoned)
         except KeyboardInterrupt:
             self.abandon()
             raise
-        error, self.failure = self.failure, None
-        return error
 
     def wait(self) -> None:
         """Waits for all jobs, and raises the exception of a failed one."""
@@ -211,6 +217,16 @@ class Saver:
 
 
 _WORKING: "weakref.WeakSet[Saver]" = weakref.WeakSet()
+
+
+def _wait_for_all() -> None:
+    for saver in list(_WORKING):
+        saver.wait_until_idle()
+
+
+# Python calls these functions in reverse order, before those of `atexit`. `concurrent.futures` has one, after which Orbax can no longer save. This one only
+# waits, because other threads may still be training.
+getattr(threading, "_register_atexit", atexit.register)(_wait_for_all)
 
 
 @atexit.register

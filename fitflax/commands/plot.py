@@ -106,7 +106,10 @@ def _lines(runs: Mapping[str, Curves], keys: Sequence[str], x: str) -> dict[str,
         for key in keys:
             points = [(getattr(point, x), point.value) for point in curves.get(key, ())]
             if any(place is None for place, _ in points):
-                raise ConfigError(f"{name} has values without {x}. Pass --x {'epoch' if x == 'step' else 'step'}, or another file of the run.")
+                other = _EPOCH if x == _STEP else _STEP
+                if any(getattr(point, other) is None for point in curves[key]):
+                    raise ConfigError(f"{name} has values without step and without epoch. The file needs a column step or epoch, with integers.")
+                raise ConfigError(f"{name} has values without {x}. Pass --x {other}, or another file of the run.")
             if points:
                 label = key if len(runs) == 1 else name if len(keys) == 1 else f"{name}: {key}"
                 lines[label] = Line(name, key, [place for place, _ in points], [value for _, value in points])
@@ -215,8 +218,8 @@ def _read_directory(path: Path) -> dict[str, list[Point]]:
 def _curves_of_rows(rows: Iterable[Mapping[str, Any]]) -> dict[str, list[Point]]:
     curves: dict[str, list[Point]] = {}
     for row in rows:
-        step, epoch = row.get(_STEP), row.get(_EPOCH)
-        place = None if step is None else int(step), None if epoch is None else int(epoch) + 1
+        step, epoch = _integer(row.get(_STEP)), _integer(row.get(_EPOCH))
+        place = step, None if epoch is None else epoch + 1
         for key, value in row.items():
             number = _number(value)
             if key not in (_EPOCH, _STEP) and number is not None:
@@ -230,6 +233,12 @@ def _number(value: Any) -> float | None:
         return None if isinstance(value, bool | list | dict | None) else float(value)
     except ValueError:
         return None
+
+
+def _integer(value: Any) -> int | None:
+    """Returns a step or an epoch of a row, which another program may have written as `10.0`; `None` if it is missing or not an integer."""
+    number = _number(value)
+    return int(number) if number is not None and number.is_integer() else None
 
 
 def _json_rows(path: Path) -> Iterator[dict[str, Any]]:

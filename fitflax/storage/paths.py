@@ -57,6 +57,8 @@ def locate(path: str | os.PathLike[str], *, owner: str, error: type[FitflaxError
     if scheme == "file":
         if match["slashes"] == "//" and parts.netloc not in ("", "localhost"):
             raise error(f"{owner}: a file:// URL needs three slashes. Use file:///{parts.netloc}{parts.path}. Received: {text!r}.")
+        if "?" in text or "#" in text:  # They would end the path.
+            raise error(f"{owner}: in a file:// URL, write # as %23 and ? as %3F. Received: {text!r}.")
         return Path(urllib.parse.unquote(parts.path))
     # Keys are not unquoted, as in other tools: no character is special.
     bucket, _, key = text[match.end() :].partition("/")

@@ -16,7 +16,7 @@ from fitflax.checkpoints.json_documents import read_document
 from fitflax.checkpoints.saver import Saver
 from fitflax.errors import CheckpointError, CheckpointNotFoundError, ConfigError, CorruptCheckpointError, DirectoryInUseError, FitflaxWarning
 from fitflax.storage.lock import holder_of
-from tests.checkpoints.stores import after_each_kill, failing, flip, hidden, new_process, save, three_steps
+from tests.checkpoints.stores import Killed, after_each_kill, failing, flip, hidden, new_process, save, three_steps
 
 # --- Which checkpoints there are ---
 
@@ -149,6 +149,20 @@ def test_newest_good_says_what_is_wrong_with_newer_ones(store):
         store.restore()
 
 
+def test_newest_good_reads_a_newer_checkpoint_if_a_run_deletes_the_one_that_is_being_read(store, monkeypatch):
+    read = store_module.read_checkpoint
+
+    def slow(path, *arguments, **options):
+        if path == store.path(1):
+            save(store, 2)
+        return read(path, *arguments, **options)
+
+    save(store, 1)
+    monkeypatch.setattr(store_module, "read_checkpoint", slow)
+    saved, skipped = store.newest_good()
+    assert saved.path == store.path(2) and skipped == []
+
+
 # --- Claiming a directory ---
 
 
@@ -262,6 +276,49 @@ def test_an_overwritten_run_is_put_back_when_the_new_one_saved_nothing(store, mo
     assert (store.steps(), hidden(store)) == ([1], [])
 
 
+@pytest.mark.parametrize("step", [20, 100])
+@pytest.mark.parametrize("place", ["disk", "bucket"])
+def test_an_overwritten_run_is_put_back_with_its_owners_when_the_new_one_died_in_its_first_save(place, step, tmp_path, monkeypatch):
+    store = overwritten_by_a_run_that_died(place, tmp_path, monkeypatch, step)
+    store.recover()
+    assert (store.steps(), store.wanted("model"), store.wanted("best")) == ([10, 20, 30], [10, 20, 30], [20])
+    store.retain("model", [30])
+    assert store.steps() == [20, 30]
+
+
+@pytest.mark.parametrize("place", ["disk", "bucket"])
+def test_an_overwritten_run_whose_owners_are_not_known_is_kept_when_it_is_put_back(place, tmp_path, monkeypatch):
+    store = overwritten_by_a_run_that_died(place, tmp_path, monkeypatch, 100, has_owners=False)
+    store.recover()
+    store.retain("model", [])
+    assert store.steps() == [10, 20, 30]
+
+
+def overwritten_by_a_run_that_died(place, tmp_path, monkeypatch, step, *, has_owners=True):
+    """Returns a store in which the process of a new run died while it wrote the checkpoint of `step`, its first one."""
+
+    def die(*arguments, **options):
+        raise Killed
+
+    if place == "bucket":
+        pytest.importorskip("obstore")
+    store = CheckpointStore(tmp_path if place == "disk" else f"memory://{tmp_path.name}/run")
+    store.claim("a", overwrite=False)
+    for each in (10, 20, 30):
+        save(store, each, keep=[10, 20])
+    store.retain("best", [20])
+    if not has_owners:
+        (store.directory / "retention.json").unlink()
+    new_process(monkeypatch, "bbbb")
+    store.claim("b", overwrite=True)
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(directories, "write_in_place", die)
+        patch.setattr(directories, "write_to_bucket", die)
+        save(store, step, run="b")
+    new_process(monkeypatch, "cccc")
+    return store
+
+
 def test_wherever_an_overwriting_process_is_killed_one_run_is_intact(tmp_path, monkeypatch):
     def prepare(directory):
         store = three_steps(directory)
@@ -276,7 +333,7 @@ def test_wherever_an_overwriting_process_is_killed_one_run_is_intact(tmp_path, m
     for store in after_each_kill(tmp_path, monkeypatch, prepare, act):
         assert hidden(store) == []
         runs = {store.restore(step).metadata["run_id"] for step in store.steps()}
-        assert (runs, store.steps()) in (({"a"}, [10, 20, 30]), ({"b"}, [20]))
+        assert (runs, store.steps()) in (({"a"}, [10, 20, 30]), ({"b"}, [20])) and store.wanted("model") == store.steps()
         found |= runs
     assert found == {"a", "b"}
 

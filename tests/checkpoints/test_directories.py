@@ -4,6 +4,7 @@ import errno
 import os
 import pathlib
 import shutil
+import stat
 import warnings
 
 import pytest
@@ -48,6 +49,24 @@ def test_a_failed_cleanup_is_a_warning_and_the_step_is_saved(store, monkeypatch)
     monkeypatch.undo()
     store.recover()
     assert hidden(store) == []
+
+
+@pytest.mark.parametrize(
+    ("code", "kind", "is_saved"),
+    [(errno.EINVAL, "directory", True), (errno.ENOTSUP, "directory", True), (errno.EIO, "directory", False), (errno.EINVAL, "file", False)],
+    ids=["EINVAL", "ENOTSUP", "EIO", "EINVAL of a file"],
+)
+def test_a_file_system_that_cannot_sync_directories_is_supported(store, monkeypatch, code, kind, is_saved):
+    fsync = os.fsync
+
+    def fail(descriptor):
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode) == (kind == "directory"):
+            raise OSError(code, os.strerror(code))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fail)
+    error = error_of(save, store, 1)
+    assert (error is None, store.steps()) == (is_saved, [1] if is_saved else [])
 
 
 def prepared(directory):

@@ -13,6 +13,7 @@ import weakref
 import pytest
 
 from fitflax import background
+from fitflax.checkpoints.checkpoint_store import CheckpointStore
 from fitflax.checkpoints.saver import Saver, _Job
 from fitflax.errors import DirectoryInUseError, FitflaxWarning
 from fitflax.storage.lock import holder_of, lock_directory
@@ -416,6 +417,24 @@ def test_a_process_that_ends_normally_waits_for_its_saves(how, complete, tmp_pat
     done = subprocess.run([sys.executable, "-c", SCRIPT, str(path), how], env=env, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0 and path.exists() == complete
     assert ("A save failed while the process was exiting: division by zero" in done.stderr) == (how == "fail")
+
+
+@pytest.mark.slow
+def test_a_save_by_orbax_that_is_in_progress_when_the_process_ends_is_completed(tmp_path, process_env):
+    script = """
+import sys, numpy as np, fitflax
+from flax import linen as nn
+from fitflax.callbacks import ModelCheckpoint
+trainer = fitflax.Trainer(nn.Dense(1))
+trainer.compile("sgd", "mse")
+saver = ModelCheckpoint(sys.argv[1], backend="orbax")
+for checkpoint in trainer.train_loop(np.ones((8, 2)), np.ones((8, 1)), steps=10, every=fitflax.every(steps=5)):
+    saver(checkpoint)
+    break
+"""
+    command = [sys.executable, "-W", "default", "-c", script, str(tmp_path / "run")]
+    done = subprocess.run(command, env=process_env, capture_output=True, text=True, timeout=120, check=True)
+    assert CheckpointStore(tmp_path / "run").steps() == [5] and "A save failed" not in done.stderr, done.stderr
 
 
 def test_on_skip_is_called_once_for_an_accepted_job_that_is_skipped():

@@ -5,6 +5,7 @@ import json
 import math
 import pathlib
 import re
+import shutil
 import subprocess
 import sys
 
@@ -19,6 +20,7 @@ from fitflax.callbacks import ModelCheckpoint
 from fitflax.checkpoints import CheckpointStore
 from fitflax.checkpoints.checkpoint_store import list_checkpoints
 from fitflax.commands.checkpoints import compare, table
+from tests.checkpoints.stores import save
 
 
 @pytest.fixture
@@ -56,6 +58,22 @@ def test_a_damaged_checkpoint_is_found_and_sets_the_exit_status(directory, capsy
     assert main(["checkpoints", str(directory), "--verify"]) == 1
     first, second = capsys.readouterr().out.splitlines()[1:]
     assert "step_00000010" in first and second.endswith("ok")
+
+
+@pytest.mark.parametrize("method", ["size_and_time", "verify"])
+def test_checkpoints_that_a_run_replaces_meanwhile_are_left_out(method, directory, capsys, monkeypatch):
+    whole = getattr(CheckpointStore, method)
+
+    def slow(store, step):
+        if step < 30:  # As if the run saved step 30, with keep=1.
+            for other in (10, 20):
+                shutil.rmtree(store.path(other), ignore_errors=True)
+            save(store, 30)
+        return whole(store, step)
+
+    monkeypatch.setattr(CheckpointStore, method, slow)
+    assert main(["checkpoints", str(directory), "--verify"]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["step", "30"]
 
 
 def test_metadata_that_cannot_be_read_is_damage_even_without_verify(directory, capsys):
@@ -160,6 +178,7 @@ def test_inputs_that_cannot_be_compared_are_one_clear_error(tmp_path, capsys):
     for arguments, words in (
         (["nowhere", str(tmp_path / "a")], "There is no checkpoint at nowhere"),
         ([str(tmp_path / "a")] * 2 + ["--only", "parms"], "Did you mean 'params"),
+        ([str(tmp_path / "a")] * 2 + ["--only", "params/kernl"], "Did you mean 'params/kernel'"),
     ):
         with pytest.raises(SystemExit) as ended:
             main(["compare", *arguments])

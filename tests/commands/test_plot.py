@@ -113,11 +113,23 @@ def test_values_that_cannot_be_plotted_are_omitted(tmp_path, capsys):
     assert main(["plot", str(tmp_path)]) == 0 and "time/steps_per_second" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("text", "step"), [("10", 10), ("10.0", 10), ("1e3", 1000), ("10.5", None), ("nan", None), ("inf", None), ("best", None)])
+def test_steps_of_other_programs_are_read_if_they_are_integers(text, step, tmp_path):
+    (tmp_path / "log.csv").write_text(f"step,loss\n{text},0.5\n")
+    assert read_curves(tmp_path / "log.csv") == {"loss": [Point(step, None, 0.5)]}
+
+
+def test_epochs_of_json_lines_that_are_not_numbers_are_unknown(tmp_path):
+    (tmp_path / "log.jsonl").write_text('{"epoch": "best", "step": 2, "loss": 0.5}\n{"epoch": NaN, "step": 3.0, "loss": 0.25}\n')
+    assert read_curves(tmp_path / "log.jsonl") == {"loss": [Point(2, None, 0.5), Point(3, None, 0.25)]}
+
+
 def test_inputs_that_cannot_be_plotted_are_one_clear_error(run, tmp_path, capsys):
     (tmp_path / "empty").mkdir()
     (tmp_path / "log.txt").write_text("nothing\n")
     (tmp_path / "list.jsonl").write_text("[1]\n")
     (tmp_path / "log.csv").write_bytes(b"epoch,loss\n0,\xff\n")
+    (tmp_path / "iter.csv").write_text("iter,loss\n1,0.5\n")
     for arguments, words in (
         ([str(tmp_path / "nowhere")], "no such file or directory"),
         ([str(tmp_path / "empty")], "no event files, JSON lines, CSV"),
@@ -126,6 +138,7 @@ def test_inputs_that_cannot_be_plotted_are_one_clear_error(run, tmp_path, capsys
         ([str(tmp_path / "log.csv")], "not a CSV file"),
         ([str(run[0] / "csv"), "--keys", "los"], "Did you mean 'loss'"),
         ([str(run[0] / "csv"), "--x", "step"], "has values without step"),
+        *([[str(tmp_path / "iter.csv"), *options], "needs a column step or epoch"] for options in ([], ["--x", "step"], ["--x", "epoch"])),
         ([str(run[0] / "csv"), "-o", str(tmp_path / "run.doc")], "ends with .png"),
     ):
         with pytest.raises(SystemExit) as ended:

@@ -552,15 +552,18 @@ def test_if_the_lease_is_lost_during_an_upload_nothing_is_committed_or_deleted(w
         if "/step_00000010/state-" in key:  # Meanwhile, another run assumes that this one is dead.
             write(self, f"{where.place.key}/{lock.LEASE_FILE}", b'{"id": "b", "pid": 1, "host": "far"}')
             monkeypatch.setattr(lock, "LEASE_SECONDS", 0.0)
+            for name in ("state-bbbbbbbb.00000", "metadata.json"):  # It may also complete the same step.
+                write(self, f"{where.place.key}/step_00000010/{name}", b"of the other run")
         return tag
 
     monkeypatch.setattr(object_store.Bucket, "write", slow)
     with pytest.raises(DirectoryInUseError, match="taken over by process 1 on far"):
         store.save(step=10, **save)
+    assert sorted(name for name in where.names() if "step_00000010" in name) == ["step_00000010/metadata.json", "step_00000010/state-bbbbbbbb.00000"]
     for act in (lambda: store.retain("me", []), lambda: store.drop_after(1)):
         with pytest.raises(DirectoryInUseError, match="taken over"):
             act()
-    assert other.steps() == [5] and other.restore(5).metadata["step"] == 5
+    assert other.steps() == [5, 10] and other.restore(5).metadata["step"] == 5
 
 
 @in_memory

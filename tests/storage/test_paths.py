@@ -74,6 +74,13 @@ def test_a_file_url_is_treated_as_the_path_that_it_names(tmp_path):
         locate("file://home/me/run", owner="x", error=ConfigError)
 
 
+def test_a_file_url_does_not_lose_characters_that_end_the_path_of_other_urls():
+    for url in ("file:///tmp/exp#1", "file:///tmp/exp?", "file:/tmp/exp#1"):
+        with pytest.raises(ConfigError, match=r"write # as %23 and \? as %3F"):
+            locate(url, owner="x", error=ConfigError)
+    assert [locate(f"file:///tmp/a%{code}1", owner="x", error=ConfigError) for code in ("23", "3F")] == [Path("/tmp/a#1"), Path("/tmp/a?1")]
+
+
 @pytest.mark.parametrize("path", ["runs/a", "/tmp/a:b", "C:/runs", "a:/b", "runs/s3://x"])
 def test_other_paths_are_local(path):
     assert locate(path, owner="x", error=FitflaxError) == Path(path)
