@@ -164,10 +164,14 @@ class Feed:
         if self._pass is not None and self._bookmarks is not None:
             self._bookmarks.take(self._position, self._pass)
         read: list[Triple] = []
-        triple = self._read_raw(iterator, read)
-        if triple is None:
-            return []
-        fed = self.batcher(triple, is_checked=source.is_checked, more=lambda: self._read_raw(iterator, read))
+        try:
+            triple = self._read_raw(iterator, read)
+            if triple is None:
+                return []
+            fed = self.batcher(triple, is_checked=source.is_checked, more=lambda: self._read_raw(iterator, read))
+        except BaseException:
+            self._pass = None  # Its state may count a batch that was never returned, so take no more bookmarks.
+            raise
         if fed.real is not None:
             source.together = self.batcher.num_combined
         self._buffer.append(fed._replace(position=Position(self._position.passes, self._position.examples + fed.num_real)))
@@ -183,7 +187,6 @@ class Feed:
             try:
                 triple = next(iterator, None)
             except BaseException:
-                self._pass = None  # Its state may count a batch that was never returned, so take no more bookmarks.
                 self._return_unused(read)
                 raise
         if triple is None:
