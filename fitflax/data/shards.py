@@ -378,7 +378,7 @@ def _describe(node: Any) -> Any:
     if node is None:
         return None
     if type(node) is dict and all(isinstance(key, str) for key in node):
-        return {"dict": {key: _describe(child) for key, child in node.items()}}
+        return {"dict": {key: _describe(node[key]) for key in sorted(node)}}  # JAX sorts keys, and so does padding.
     if type(node) in (list, tuple):
         return {type(node).__name__: [_describe(child) for child in node]}
     raise DataError(f"The batches of a Shard must be arrays, or dicts, lists, and tuples of arrays. Received: a {type(node).__name__}.")

@@ -140,6 +140,18 @@ def test_batches_are_padded_to_the_largest_batch_of_all_processes():
     assert results[0][1][0] == [0.0] * 3
 
 
+def test_the_order_of_keys_in_a_batch_does_not_matter():
+    def work(index: int, exchange: Any) -> Any:
+        lengths = [2, 2, 2 - index]  # The last batch is padded, which sorts its keys.
+        keys = "ab" if index else "ba"
+        source = adapt(lambda: ({key: np.ones(length) for key in keys} for length in lengths))
+        source.owns_batches = True  # Otherwise, the copy sorts the keys.
+        source.shares = agree_on_shards(source, (index, 2), index, exchange)
+        return [fed.num_real for fed in iter(ShardFeed(source, Batcher(), exchange=exchange).next, None)]
+
+    assert Team(2).run(work) == [[4, 4, 3]] * 2
+
+
 def test_a_one_shot_iterator_keeps_batches_that_were_read_but_not_used():
     iterators = [iter([np.full(2, value) for value in range(9)]), iter([np.full(2, value) for value in range(7)])]
     taken = []
