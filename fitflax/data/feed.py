@@ -21,6 +21,7 @@ from fitflax.data.batch import FedBatch, Position, Triple
 from fitflax.data.loader_state import KEPT, Bookmark, Bookmarks, Pass
 from fitflax.data.padding import Batcher
 from fitflax.data.sources import OneShotSource, Source
+from fitflax.data.torch_loader import is_tensor, torch_batch
 from fitflax.errors import warn
 from fitflax.state import Batch
 
@@ -193,8 +194,7 @@ class Feed:
             self._has_ended_early = True
             return None
         if not self.source.owns_batches:
-            # A loader may reuse one buffer, which a step may still be reading.
-            triple = jax.tree.map(lambda leaf: leaf.copy() if isinstance(leaf, np.ndarray) else leaf, triple)
+            triple = jax.tree.map(_copied, triple)
         read.append(triple)
         return triple
 
@@ -307,6 +307,12 @@ class Feed:
         if self.source.num_examples is not None and self.source.knows_length:
             return self._position.examples >= self.source.num_examples
         return False if self.source.is_endless else None
+
+
+def _copied(leaf: Any) -> Any:
+    """Returns a copy of an array or a tensor as an array, because a loader may reuse one buffer, which a step may still be reading."""
+    array = torch_batch(leaf) if is_tensor(leaf) else leaf
+    return array.copy() if isinstance(array, np.ndarray) else array
 
 
 def _structure_and_shapes(batch: Batch) -> tuple[Any, list[tuple[Any, Any]]]:

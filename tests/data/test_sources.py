@@ -129,6 +129,31 @@ def test_a_position_beyond_the_data_is_an_error():
         feed.next()
 
 
+@pytest.mark.parametrize("kind", ["array", "tensor"])
+def test_batches_of_a_loader_that_refills_its_buffer_are_copied(kind: str):
+    buffer = np.zeros((2, 1), np.float32)
+    filled = pytest.importorskip("torch").from_numpy(buffer) if kind == "tensor" else buffer
+
+    def refilled() -> Iterator[object]:
+        for number in range(3):
+            buffer[:] = number
+            yield filled
+
+    feed = Feed(adapt(refilled), Batcher(size=2))
+    batches = [feed.next().batch.x for _ in range(3)]
+    assert [batch.tolist() for batch in batches] == [[[number]] * 2 for number in range(3)]
+
+
+def test_tensors_of_all_kinds_make_batches():
+    torch = pytest.importorskip("torch")
+    rows = torch.arange(4.0)
+    tensors = [rows.to(torch.bfloat16), rows.clone().requires_grad_(), rows.half()]
+    feed = Feed(adapt(lambda: iter([{str(number): tensor for number, tensor in enumerate(tensors)}])), Batcher(size=4))
+    batch = feed.next().batch.x
+    assert [leaf.dtype.name for leaf in batch.values()] == ["bfloat16", "float32", "float16"]
+    assert all(leaf.astype(np.float32).tolist() == [0, 1, 2, 3] for leaf in batch.values())
+
+
 # -- functions and iterators --
 
 
