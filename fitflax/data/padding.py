@@ -176,7 +176,8 @@ class Batcher:
 
     def _apply_class_weight(self, triple: Triple) -> Triple:
         x, y, weights = triple
-        weights = None if weights is None else np.asarray(weights, np.float32)
+        if weights is not None:  # Reading a JAX array would wait for the device.
+            weights = weights.astype(jnp.float32) if isinstance(weights, jax.Array) else np.asarray(weights, np.float32)
         if self._class_weight is not None:
             by_class = class_weights_of(y, self._class_weight)
             weights = by_class if weights is None else weights * by_class.reshape(-1, *(1,) * (weights.ndim - 1))
