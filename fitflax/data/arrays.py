@@ -14,10 +14,10 @@ import jax
 import numpy as np
 from typing_extensions import override
 
-from fitflax.data.batch import Position, Selection, Triple, count_examples, is_structure, num_examples, to_numpy
+from fitflax.data.batch import Position, Selection, Triple, count_examples, is_instance, is_structure, num_examples, to_numpy
 from fitflax.data.loader_state import drop
 from fitflax.data.padding import check_not_negative, check_weights
-from fitflax.data.sources import AdaptedSource, DataOptions, Source, is_instance
+from fitflax.data.sources import AdaptedSource, DataOptions, Source
 from fitflax.data.torch_loader import is_tensor, torch_batch
 from fitflax.errors import ConfigError, DataError
 from fitflax.leaves import aligned_memory, listed

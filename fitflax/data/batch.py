@@ -6,6 +6,7 @@ distinguishes the two. `padding` creates batches of fixed shape.
 
 import dataclasses
 import functools
+import sys
 import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -179,17 +180,34 @@ def _pick(raw: Mapping[str, Any], spec: Any, name: str) -> PyTree:
     return raw[spec]
 
 
+def is_instance(data: Any, *kinds: str) -> bool:
+    """Returns whether `data` is an instance of one of the classes `module.name`, of those modules that have been imported.
+
+    >>> is_instance(1.5, "builtins.int", "builtins.float"), is_instance(1.5, "a_missing_library.Float")
+    (True, False)
+    """
+    candidates = [(sys.modules.get(module), name) for module, _, name in (kind.rpartition(".") for kind in kinds)]
+    return isinstance(data, tuple(getattr(module, name) for module, name in candidates if hasattr(module, name)))
+
+
+def check_not_sparse(data: Any, name: str) -> None:
+    """Raises a `DataError` if `data` is a sparse matrix or array of SciPy."""
+    if is_instance(data, "scipy.sparse.spmatrix", "scipy.sparse.sparray"):
+        raise DataError(f"{name} is a sparse matrix. Convert it: {name}.toarray(), or a batch at a time in a generator.")
+
+
 def to_numpy(tree: PyTree, *, name: str) -> PyTree:
     """Returns `tree` with its leaves as NumPy arrays; JAX arrays are kept.
 
     Raises:
-        DataError: A leaf is not numeric, or holds an integer that JAX's dtype cannot hold.
+        DataError: A leaf is not numeric, is sparse, or holds an integer that JAX's dtype cannot hold.
     """
 
     def convert(path: Any, leaf: Any) -> Any:
         where = name + jax.tree_util.keystr(path)
         if isinstance(leaf, jax.Array):
             return leaf
+        check_not_sparse(leaf, where)
         try:
             array = np.asarray(leaf)
         except Exception as error:

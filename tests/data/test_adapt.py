@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fitflax.data import Position, Source, adapt
+from fitflax.data import Batcher, Feed, Position, Source, adapt
 from fitflax.data.arrays import ArraySource, is_in_memory
 from fitflax.data.batch import Selection
 from fitflax.data.sources import FunctionSource, OneShotSource
@@ -184,6 +184,22 @@ def test_arguments_for_in_memory_arrays_cannot_be_passed_with_batches(given: dic
 def test_an_object_that_cannot_yield_batches_is_an_error(data: object):
     with pytest.raises(DataError, match=f"Received: a {type(data).__name__}"):
         adapt(data)
+
+
+@pytest.mark.parametrize("kind", ["csr_matrix", "csr_array", "coo_matrix"])
+def test_a_sparse_matrix_is_an_error_that_says_how_to_convert_it(kind: str):
+    sparse = getattr(pytest.importorskip("scipy.sparse"), kind)(X)
+    cases = [
+        (lambda: adapt(sparse, Y), "data"),
+        (lambda: adapt(sparse, inputs_only=True, name="x"), "x"),
+        (lambda: adapt((sparse, Y)), r"data\[0\]"),
+        (lambda: adapt({"a": X, "b": sparse}, Y), r"data\['b'\]"),
+        (lambda: adapt(X, sparse), "y"),
+        (lambda: Feed(adapt(iter([(sparse, Y)])), Batcher()).next(), "x"),
+    ]
+    for call, name in cases:
+        with pytest.raises(DataError, match=rf"^{name} is a sparse matrix\. Convert it: {name}\.toarray\(\), or a batch at a time in a generator\.$"):
+            call()
 
 
 def test_an_empty_list_is_an_error():
