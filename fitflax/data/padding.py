@@ -7,6 +7,7 @@ does not know about devices.
 import dataclasses
 import functools
 import itertools
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -127,7 +128,8 @@ class Batcher:
                 check_not_negative(triple.weights)
             return triple, checked.form
         triple, form = self._check_all(triple)
-        if kind is not None and form.real is None:  # Otherwise, the form depends on the weights.
+        # Otherwise, the form depends on the weights, or arrays of this kind must be converted.
+        if kind is not None and form.real is None and all(map(operator.is_, leaves, jax.tree.leaves(tuple(triple)))):
             if len(self._checked) == _MAX_KINDS:
                 self._checked.clear()
             named = [*leaf_paths(triple.x, "x"), *leaf_paths(triple.y, "y"), *leaf_paths(triple.weights, "sample_weight")]
