@@ -61,12 +61,13 @@ def adapt(
     """
     if shuffle not in (True, False):
         raise ConfigError(f"shuffle must be True or False. Received: {shuffle!r}. Pass True to shuffle the rows; Keras's 'batch' is not supported.")
+    options = DataOptions(y, sample_weight, batch_size, bool(shuffle), seed, drop_remainder, selection, inputs_only, name)
     if isinstance(data, Source):
+        options.reject(data, "y", "sample_weight", "batch_size", "drop_remainder")
         return data
     for role, value in ((name, data), ("y", y), ("sample_weight", sample_weight)):
         if _is_number_list(value):
             raise DataError(f"`{role}` is a list of Python numbers. Convert it to an array: np.asarray({role}).")
-    options = DataOptions(y, sample_weight, batch_size, bool(shuffle), seed, drop_remainder, selection, inputs_only, name)
     if (source := _library_source(data, options)) is not None:
         return source
     if is_in_memory(data):
