@@ -296,6 +296,33 @@ def test_a_loader_is_not_opened_again_for_the_shapes_of_a_shard_that_has_ended()
     assert opened == [1, 1]
 
 
+@pytest.mark.filterwarnings("ignore:.*read:fitflax.errors.FitflaxWarning")
+def test_reading_the_shapes_of_a_shard_that_has_ended_does_not_disturb_its_data():
+    class Graphs:
+        def __init__(self, count: int) -> None:
+            self.count, self.calls = count, []
+
+        def __len__(self) -> int:
+            return self.count
+
+        def __getitem__(self, number: int) -> Any:
+            return {"nodes": np.ones((3, 2)), "edges": np.ones(4)}, np.ones(2)
+
+        def on_epoch_begin(self) -> None:
+            self.calls.append("begin")
+
+        def on_epoch_end(self) -> None:
+            self.calls.append("end")
+
+    shards = [Graphs(4), Graphs(1)]
+
+    def resume(index: int, exchange: Any) -> Any:
+        return [fed.own for fed in iter(make_feed(shards[index], index, exchange, 2, used=(4, 2)).next, None)]
+
+    assert Team(2).run(resume) == [[2, 2], [0, 0]]
+    assert [shard.calls for shard in shards] == [["begin", "end"]] * 2
+
+
 def test_without_padding_batches_keep_their_sizes():
     batches = [np.zeros(4), np.zeros(4), np.zeros(2)]
     for given in Team(2).run(lambda index, exchange: passes(make_feed(batches, index, exchange, 2, pads=False))):
