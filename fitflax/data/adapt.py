@@ -90,7 +90,20 @@ def adapt(
         iterable = IterableSource(data, options)
         iterable.set_length(data, len(data) if hasattr(data, "__len__") else None)
         return iterable
-    return FunctionSource(data, lambda made: _library_source(made, options) or SequenceSource.adapt(made, options) or IterableSource(made, options))
+    return FunctionSource(data, lambda made: _returned_source(made, options))
+
+
+def _returned_source(made: Any, options: DataOptions) -> Source:
+    """Returns the source of what a function has returned."""
+    if (source := _library_source(made, options)) is not None:
+        return source
+    check_not_sparse(made, f"{options.name}()")
+    has_batches = isinstance(made, list) or (type(made) is tuple and all(isinstance(part, tuple | list | dict) for part in made))
+    if not has_batches and is_in_memory(made):
+        raise DataError(
+            f"The function `{options.name}` returned arrays (a {type(made).__name__}). Pass the arrays directly, or yield batches from the function."
+        )
+    return SequenceSource.adapt(made, options) or IterableSource(made, options)
 
 
 def _library_source(data: Any, options: DataOptions) -> Source | None:
@@ -183,8 +196,8 @@ class Feeder:
             taken = source.taken if isinstance(source, OneShotSource) else 0
             if taken and steps is None:
                 raise DataError(
-                    f"The data of {name!r} is an iterator that has been used up. Pass a function that returns a new iterator, `lambda: ...`, "
-                    "or set validation_steps to the number of batches for each validation."
+                    f"The data of {name!r} is an iterator that has been used up or read in part. Pass a function that returns a new iterator, "
+                    "`lambda: ...`, or the number of batches to evaluate: validation_steps= in fit, steps= elsewhere."
                 )
             return self._feed(source, batcher, Position(examples=taken))
 

@@ -226,7 +226,9 @@ def to_numpy(tree: PyTree, *, name: str) -> PyTree:
 
 def _check_dtype(dtype: np.dtype[Any], name: str) -> None:
     if dtype.names:
-        raise DataError(f"{name} must hold numbers, but it is a structured array with the fields {list(dtype.names)}. Pass a dict of arrays, one for each field.")
+        raise DataError(
+            f"{name} must hold numbers, but it is a structured array with the fields {list(dtype.names)}. Pass a dict of arrays, one for each field."
+        )
     if dtype.kind in "OUSMm" or dtype.type is np.void:
         hint = "; encode them as numbers first" if dtype.kind in "OUS" else ""
         raise DataError(f"{name} must hold numbers, but its dtype is {dtype}{hint}.")

@@ -102,7 +102,7 @@ class Batcher:
             more: Returns the next batch of the pass, `None` at its end. Called for the other shards if inputs are passed whole.
 
         Raises:
-            DataError: Lengths differ, the batch is empty, values are not numbers, or inputs cannot be passed whole.
+            DataError: Lengths differ, the batch or its inputs are empty, values are not numbers, or inputs cannot be passed whole.
             ConfigError: Inputs that are passed whole would have to be split.
         """
         if not is_checked:
@@ -143,6 +143,8 @@ class Batcher:
         if not isinstance(weights, jax.Array):  # Reading it would wait for the device in each batch.
             check_not_negative(weights)
         form = form_of(x, y, weights, must_count=self._must_count)
+        if form.real is None and not jax.tree.leaves(x):
+            raise DataError("`x` holds no arrays.")
         if form.rows == 0:
             raise DataError("The data yielded a batch of 0 examples. Leave empty batches out.")
         return Triple(x, y, weights), form

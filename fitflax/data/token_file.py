@@ -39,7 +39,8 @@ class TokenFile:
         end: The end of the tokens that are used, exclusive; by default the end of the file.
 
     Raises:
-        ConfigError: `length` is not a positive integer, a raw binary file has no `dtype`, a `.npy` file has another one, or `begin` and `end` are out of range.
+        ConfigError: `length`, `begin` or `end` is not an integer or out of range, `dtype` is not a dtype, a raw binary file has none, or a `.npy` file has
+            another one.
         DataError: The file cannot be read, does not hold integers, or has too few tokens for one window.
 
     >>> import tempfile
@@ -60,6 +61,13 @@ class TokenFile:
 
     def __post_init__(self) -> None:
         integer_of("TokenFile(length=...)", self.length, at_least=1)
+        integer_of("TokenFile(begin=...)", self.begin)
+        if self.end is not None:
+            integer_of("TokenFile(end=...)", self.end)
+        try:
+            np.dtype(self.dtype)
+        except TypeError as error:
+            raise ConfigError(f"TokenFile(dtype=...) must be a dtype of NumPy, such as 'uint16'. Received: {self.dtype!r}.") from error
         if self.dtype is None and not self._is_npy:
             raise ConfigError(f"{self.path} is not a .npy file, so TokenFile needs a dtype. Pass it: TokenFile(path, length, dtype='uint16').")
         total = len(self._tokens)

@@ -177,7 +177,9 @@ def test_the_default_batch_size_is_32():
 @pytest.mark.parametrize("given", [{"y": Y}, {"sample_weight": W}, {"batch_size": 3}, {"drop_remainder": True}], ids=lambda given: next(iter(given)))
 def test_arguments_for_in_memory_arrays_cannot_be_passed_with_batches(given: dict):
     for data, kind in ((batches, "function"), (adapt(X), "ArraySource")):
-        with pytest.raises(ConfigError, match=rf"{next(iter(given))} can only be passed with in-memory arrays\. `data` is a {kind}, which defines its own batches"):
+        with pytest.raises(
+            ConfigError, match=rf"{next(iter(given))} can only be passed with in-memory arrays\. `data` is a {kind}, which defines its own batches"
+        ):
             adapt(data, **given)
 
 

@@ -162,6 +162,13 @@ def test_anything_but_a_batch_of_numbers_is_an_error(x: object, match: str):
         Batcher()(Triple(x, (), None))
 
 
+@pytest.mark.parametrize("x", [None, {}, (), [None]])
+def test_a_batch_without_inputs_is_an_error(x: object):
+    for call in (lambda: Batcher()(Triple(x, np.zeros(2), None)), lambda: adapt((None, np.zeros(2)))):
+        with pytest.raises(DataError, match=r"^`x` holds no arrays\.$"):
+            call()
+
+
 # -- class weights --
 
 WEIGHTS = {0: 1, 1: 2, 2: 3}

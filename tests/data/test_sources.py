@@ -168,6 +168,16 @@ def test_a_function_that_does_not_return_an_iterable_is_an_error():
         adapt(lambda: 3).open(Position())
 
 
+@pytest.mark.parametrize("made", [np.ones((3, 2)), (np.ones((3, 2)), np.ones(3)), {"a": np.ones(3)}, ((np.ones(3), np.ones(3)), np.ones(3))])
+def test_a_function_that_returns_arrays_is_an_error(made: object):
+    with pytest.raises(DataError, match=rf"The function `data` returned arrays \(a {type(made).__name__}\)\. Pass the arrays directly, or yield batches"):
+        adapt(lambda: made).open(Position())
+
+
+def test_a_function_may_return_a_tuple_of_batches():
+    assert [len(triple.x) for triple in adapt(lambda: tuple(batches())).open(Position())] == [4, 4, 2]
+
+
 def test_an_iterator_continues_where_it_stopped():
     source = adapt(batches())
     first = source.open(Position())

@@ -138,6 +138,9 @@ def test_bad_files_and_arguments_are_errors(path, tmp_path):
         (lambda: TokenFile(tmp_path / "square.npy", 4), DataError, r"Received: int64\[3, 3\]"),
         (lambda: TokenFile(path, 1003, "uint16"), DataError, "1003 tokens, but a window of length=1003 needs 1004"),
         (lambda: TokenFile(path, 4, "uint16", begin=5, end=2000), ConfigError, r"must be within the 1003 tokens of .* Received: begin=5, end=2000"),
+        (lambda: TokenFile(path, 4, "uint16", begin=0.5), ConfigError, r"TokenFile\(begin=...\) must be an integer of at least 0. Received: 0.5"),
+        (lambda: TokenFile(path, 4, "uint16", end=1e3), ConfigError, r"TokenFile\(end=...\) must be an integer of at least 0. Received: 1000.0"),
+        (lambda: TokenFile(path, 4, "unit16"), ConfigError, r"TokenFile\(dtype=...\) must be a dtype of NumPy, such as 'uint16'. Received: 'unit16'"),
         (lambda: adapt(TokenFile(path, 4, "uint16"), np.ones(3)), ConfigError, "y can only be passed with in-memory arrays"),
     ]
     for make, error, match in cases:
