@@ -132,7 +132,8 @@ def test_streams_of_ragged_batches_compile_one_program(kind: str, num_devices: i
 @pytest.mark.slow
 def test_streams_of_ragged_jax_arrays_compile_one_step(num_devices: int, placed: bool, devices: Devices, compilations: Any):
     put = (lambda array: jax.device_put(array, devices(1)[0])) if placed else jnp.asarray
-    batches = [(put(X[:6]), put(Y[:6])), (put(X[6:9]), put(Y[6:9])), (put(X[9:15]), put(Y[9:15]))]
+    weights = np.arange(15)
+    batches = [(put(X[begin:end]), put(Y[begin:end]), put(weights[begin:end])) for begin, end in ((0, 6), (6, 9), (9, 15))]
     trainer = trainer_of(devices(num_devices))
     trainer.build((X, Y))
     with compilations.counted() as counted:

@@ -190,7 +190,7 @@ MISTAKES: dict[str, tuple[Any, type[Exception], str]] = {
     "a generator to validate on twice": (
         lambda: fit(given={"epochs": 2, "validation_data": iter([(X, Y)])}),
         DataError,
-        "The data of 'val' is an iterator that has been used up. Pass a function that returns a new iterator, `lambda: ...`, or set validation_steps",
+        "The data of 'val' is an iterator that has been used up or read in part. Pass a function that returns a new iterator, `lambda: ...`, or the number of",
     ),
     "a misspelt monitor": (
         lambda: fit(given={"validation_data": (X, Y), "callbacks": [EarlyStopping("val_los")]}),

@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from fitflax.data.arrays import ArraySource, is_in_memory
-from fitflax.data.batch import FedBatch, Position, Selection, Triple, is_structure
+from fitflax.data.batch import FedBatch, Position, Selection, Triple, check_not_sparse, is_instance, is_structure, leaf_paths
 from fitflax.data.feed import Feed
 from fitflax.data.padding import Batcher
 from fitflax.data.pipelines import GrainSource, RaySource, StreamSource, TableSource, TensorFlowSource
 from fitflax.data.shards import ShardFeed
-from fitflax.data.sources import AdaptedSource, DataOptions, FunctionSource, IterableSource, OneShotSource, SequenceSource, Source, is_instance
+from fitflax.data.sources import AdaptedSource, DataOptions, FunctionSource, IterableSource, OneShotSource, SequenceSource, Source
 from fitflax.data.token_file import TokenSource
 from fitflax.data.torch_loader import TorchSource, is_loader_iterator, torch_batch
 from fitflax.errors import ConfigError, DataError
@@ -61,16 +61,19 @@ def adapt(
     """
     if shuffle not in (True, False):
         raise ConfigError(f"shuffle must be True or False. Received: {shuffle!r}. Pass True to shuffle the rows; Keras's 'batch' is not supported.")
+    options = DataOptions(y, sample_weight, batch_size, bool(shuffle), seed, drop_remainder, selection, inputs_only, name)
     if isinstance(data, Source):
+        options.reject(data, "y", "sample_weight", "batch_size", "drop_remainder")
         return data
     for role, value in ((name, data), ("y", y), ("sample_weight", sample_weight)):
         if _is_number_list(value):
             raise DataError(f"`{role}` is a list of Python numbers. Convert it to an array: np.asarray({role}).")
-    options = DataOptions(y, sample_weight, batch_size, bool(shuffle), seed, drop_remainder, selection, inputs_only, name)
     if (source := _library_source(data, options)) is not None:
         return source
     if is_in_memory(data):
         return ArraySource(data, options)
+    for path, leaf in leaf_paths(data, name):
+        check_not_sparse(leaf, path)
     if is_structure(data) and (isinstance(data, tuple) or not (hasattr(data, "__iter__") or callable(data))):
         raise DataError(f"`{name}` is a pytree (a {type(data).__name__}) with leaves that are not arrays. Convert every leaf to an array.")
     if isinstance(data, str | bytes) or data is None or not (callable(data) or hasattr(data, "__iter__") or hasattr(data, "__getitem__")):
@@ -87,7 +90,20 @@ def adapt(
         iterable = IterableSource(data, options)
         iterable.set_length(data, len(data) if hasattr(data, "__len__") else None)
         return iterable
-    return FunctionSource(data, lambda made: _library_source(made, options) or SequenceSource.adapt(made, options) or IterableSource(made, options))
+    return FunctionSource(data, lambda made: _returned_source(made, options))
+
+
+def _returned_source(made: Any, options: DataOptions) -> Source:
+    """Returns the source of what a function has returned."""
+    if (source := _library_source(made, options)) is not None:
+        return source
+    check_not_sparse(made, f"{options.name}()")
+    has_batches = isinstance(made, list) or (type(made) is tuple and all(isinstance(part, tuple | list | dict) for part in made))
+    if not has_batches and is_in_memory(made):
+        raise DataError(
+            f"The function `{options.name}` returned arrays (a {type(made).__name__}). Pass the arrays directly, or yield batches from the function."
+        )
+    return SequenceSource.adapt(made, options) or IterableSource(made, options)
 
 
 def _library_source(data: Any, options: DataOptions) -> Source | None:
@@ -180,8 +196,8 @@ class Feeder:
             taken = source.taken if isinstance(source, OneShotSource) else 0
             if taken and steps is None:
                 raise DataError(
-                    f"The data of {name!r} is an iterator that has been used up. Pass a function that returns a new iterator, `lambda: ...`, "
-                    "or set validation_steps to the number of batches for each validation."
+                    f"The data of {name!r} is an iterator that has been used up or read in part. Pass a function that returns a new iterator, "
+                    "`lambda: ...`, or the number of batches to evaluate: validation_steps= in fit, steps= elsewhere."
                 )
             return self._feed(source, batcher, Position(examples=taken))
 

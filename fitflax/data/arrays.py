@@ -14,10 +14,10 @@ import jax
 import numpy as np
 from typing_extensions import override
 
-from fitflax.data.batch import Position, Selection, Triple, count_examples, is_structure, num_examples, to_numpy
+from fitflax.data.batch import Position, Selection, Triple, count_examples, is_instance, is_structure, num_examples, to_numpy
 from fitflax.data.loader_state import drop
 from fitflax.data.padding import check_not_negative, check_weights
-from fitflax.data.sources import AdaptedSource, DataOptions, Source, is_instance
+from fitflax.data.sources import AdaptedSource, DataOptions, Source
 from fitflax.data.torch_loader import is_tensor, torch_batch
 from fitflax.errors import ConfigError, DataError
 from fitflax.leaves import aligned_memory, listed
@@ -120,13 +120,13 @@ class ArraySource(IndexedSource):
         x, y, weights = _split(data, options)
         check_weights(weights)
         named = {"x": _canonical(x, "x"), "y": _canonical(y, "y"), "sample_weight": _canonical(weights, "sample_weight")}
-        lengths = {name: _num_rows(tree, name) for name, tree in named.items() if jax.tree.leaves(tree)}
+        lengths = {name: _num_rows(tree, name) for name, tree in named.items() if name == "x" or jax.tree.leaves(tree)}
         if len(set(lengths.values())) > 1:
             raise DataError("All arrays must have the same number of examples: " + ", ".join(f"`{k}` has {v}" for k, v in lengths.items()) + ".")
         self.x, self.y, self.weights = named.values()
         check_not_negative(self.weights)
         self._leaves, self._structure = jax.tree.flatten((self.x, self.y, self.weights))
-        super().__init__(lengths.get("x", 0), options)
+        super().__init__(lengths["x"], options)
 
     @classmethod
     @override
@@ -136,7 +136,7 @@ class ArraySource(IndexedSource):
     @property
     @override
     def batches_at_once(self) -> int:
-        row_bytes = sum(leaf.nbytes for leaf in self._leaves) / self._rows
+        row_bytes = max(1, sum(leaf.nbytes for leaf in self._leaves) / self._rows)
         return max(1, min(_MAX_BATCHES, int(_BLOCK_BYTES / (row_bytes * self.options.size))))
 
     @override

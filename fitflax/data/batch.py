@@ -6,6 +6,7 @@ distinguishes the two. `padding` creates batches of fixed shape.
 
 import dataclasses
 import functools
+import sys
 import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -179,29 +180,60 @@ def _pick(raw: Mapping[str, Any], spec: Any, name: str) -> PyTree:
     return raw[spec]
 
 
+def is_instance(data: Any, *kinds: str) -> bool:
+    """Returns whether `data` is an instance of one of the classes `module.name`, of those modules that have been imported.
+
+    >>> is_instance(1.5, "builtins.int", "builtins.float"), is_instance(1.5, "a_missing_library.Float")
+    (True, False)
+    """
+    candidates = [(sys.modules.get(module), name) for module, _, name in (kind.rpartition(".") for kind in kinds)]
+    return isinstance(data, tuple(getattr(module, name) for module, name in candidates if hasattr(module, name)))
+
+
+def check_not_sparse(data: Any, name: str) -> None:
+    """Raises a `DataError` if `data` is a sparse matrix or array of SciPy."""
+    if is_instance(data, "scipy.sparse.spmatrix", "scipy.sparse.sparray"):
+        raise DataError(f"{name} is a sparse matrix. Convert it: {name}.toarray(), or a batch at a time in a generator.")
+
+
 def to_numpy(tree: PyTree, *, name: str) -> PyTree:
-    """Returns `tree` with its leaves as NumPy arrays; JAX arrays are kept.
+    """Returns `tree` with its leaves as NumPy arrays in native byte order; JAX arrays are kept.
 
     Raises:
-        DataError: A leaf is not numeric, or holds an integer that JAX's dtype cannot hold.
+        DataError: A leaf is not numeric, is sparse, has masked values, or has a dtype or an integer that JAX cannot hold.
     """
 
     def convert(path: Any, leaf: Any) -> Any:
         where = name + jax.tree_util.keystr(path)
         if isinstance(leaf, jax.Array):
             return leaf
+        check_not_sparse(leaf, where)
+        if isinstance(leaf, np.ma.MaskedArray) and np.ma.is_masked(leaf):
+            raise DataError(f"{where} has missing values: it is a masked array. Fill them in, for example with {where}.filled(0).")
         try:
             array = np.asarray(leaf)
         except Exception as error:
             raise DataError(f"{where} cannot be converted to an array: {error}") from error
-        if array.dtype.kind in "OUSMm":
-            hint = "; encode them as numbers first" if array.dtype.kind in "OUS" else ""
-            raise DataError(f"{where} must hold numbers, but its dtype is {array.dtype}{hint}.")
+        _check_dtype(array.dtype, where)
+        if not array.dtype.isnative:
+            array = array.astype(array.dtype.newbyteorder("="))
         if is_wide(array):
             check_wide(array, name=where)
         return array
 
     return jax.tree_util.tree_map_with_path(convert, tree)
+
+
+def _check_dtype(dtype: np.dtype[Any], name: str) -> None:
+    if dtype.names:
+        raise DataError(
+            f"{name} must hold numbers, but it is a structured array with the fields {list(dtype.names)}. Pass a dict of arrays, one for each field."
+        )
+    if dtype.kind in "OUSMm" or dtype.type is np.void:
+        hint = "; encode them as numbers first" if dtype.kind in "OUS" else ""
+        raise DataError(f"{name} must hold numbers, but its dtype is {dtype}{hint}.")
+    if dtype.itemsize > {"f": 8, "c": 16}.get(dtype.kind, dtype.itemsize):
+        raise DataError(f"{name} has the dtype {dtype}, which JAX does not have. Convert it: {name}.astype({'float' if dtype.kind == 'f' else 'complex'}).")
 
 
 def is_wide(array: Any) -> bool:

@@ -21,6 +21,7 @@ from fitflax.data.batch import FedBatch, Position, Triple
 from fitflax.data.loader_state import KEPT, Bookmark, Bookmarks, Pass
 from fitflax.data.padding import Batcher
 from fitflax.data.sources import OneShotSource, Source
+from fitflax.data.torch_loader import is_tensor, torch_batch
 from fitflax.errors import warn
 from fitflax.state import Batch
 
@@ -164,10 +165,14 @@ class Feed:
         if self._pass is not None and self._bookmarks is not None:
             self._bookmarks.take(self._position, self._pass)
         read: list[Triple] = []
-        triple = self._read_raw(iterator, read)
-        if triple is None:
-            return []
-        fed = self.batcher(triple, is_checked=source.is_checked, more=lambda: self._read_raw(iterator, read))
+        try:
+            triple = self._read_raw(iterator, read)
+            if triple is None:
+                return []
+            fed = self.batcher(triple, is_checked=source.is_checked, more=lambda: self._read_raw(iterator, read))
+        except BaseException:
+            self._pass = None  # Its state may count a batch that was never returned, so take no more bookmarks.
+            raise
         if fed.real is not None:
             source.together = self.batcher.num_combined
         self._buffer.append(fed._replace(position=Position(self._position.passes, self._position.examples + fed.num_real)))
@@ -183,15 +188,13 @@ class Feed:
             try:
                 triple = next(iterator, None)
             except BaseException:
-                self._pass = None  # Its state may count a batch that was never returned, so take no more bookmarks.
                 self._return_unused(read)
                 raise
         if triple is None:
             self._has_ended_early = True
             return None
         if not self.source.owns_batches:
-            # A loader may reuse one buffer, which a step may still be reading.
-            triple = jax.tree.map(lambda leaf: leaf.copy() if isinstance(leaf, np.ndarray) else leaf, triple)
+            triple = jax.tree.map(_copied, triple)
         read.append(triple)
         return triple
 
@@ -304,6 +307,12 @@ class Feed:
         if self.source.num_examples is not None and self.source.knows_length:
             return self._position.examples >= self.source.num_examples
         return False if self.source.is_endless else None
+
+
+def _copied(leaf: Any) -> Any:
+    """Returns a copy of an array or a tensor as an array, because a loader may reuse one buffer, which a step may still be reading."""
+    array = torch_batch(leaf) if is_tensor(leaf) else leaf
+    return array.copy() if isinstance(array, np.ndarray) else array
 
 
 def _structure_and_shapes(batch: Batch) -> tuple[Any, list[tuple[Any, Any]]]:

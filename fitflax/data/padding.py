@@ -7,6 +7,7 @@ does not know about devices.
 import dataclasses
 import functools
 import itertools
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -101,7 +102,7 @@ class Batcher:
             more: Returns the next batch of the pass, `None` at its end. Called for the other shards if inputs are passed whole.
 
         Raises:
-            DataError: Lengths differ, the batch is empty, values are not numbers, or inputs cannot be passed whole.
+            DataError: Lengths differ, the batch or its inputs are empty, values are not numbers, or inputs cannot be passed whole.
             ConfigError: Inputs that are passed whole would have to be split.
         """
         if not is_checked:
@@ -127,7 +128,8 @@ class Batcher:
                 check_not_negative(triple.weights)
             return triple, checked.form
         triple, form = self._check_all(triple)
-        if kind is not None and form.real is None:  # Otherwise, the form depends on the weights.
+        # Otherwise, the form depends on the weights, or arrays of this kind must be converted.
+        if kind is not None and form.real is None and all(map(operator.is_, leaves, jax.tree.leaves(tuple(triple)))):
             if len(self._checked) == _MAX_KINDS:
                 self._checked.clear()
             named = [*leaf_paths(triple.x, "x"), *leaf_paths(triple.y, "y"), *leaf_paths(triple.weights, "sample_weight")]
@@ -141,6 +143,8 @@ class Batcher:
         if not isinstance(weights, jax.Array):  # Reading it would wait for the device in each batch.
             check_not_negative(weights)
         form = form_of(x, y, weights, must_count=self._must_count)
+        if form.real is None and not jax.tree.leaves(x):
+            raise DataError("`x` holds no arrays.")
         if form.rows == 0:
             raise DataError("The data yielded a batch of 0 examples. Leave empty batches out.")
         return Triple(x, y, weights), form
@@ -176,7 +180,8 @@ class Batcher:
 
     def _apply_class_weight(self, triple: Triple) -> Triple:
         x, y, weights = triple
-        weights = None if weights is None else np.asarray(weights, np.float32)
+        if weights is not None:  # Reading a JAX array would wait for the device.
+            weights = weights.astype(jnp.float32) if isinstance(weights, jax.Array) else np.asarray(weights, np.float32)
         if self._class_weight is not None:
             by_class = class_weights_of(y, self._class_weight)
             weights = by_class if weights is None else weights * by_class.reshape(-1, *(1,) * (weights.ndim - 1))

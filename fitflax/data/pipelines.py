@@ -10,9 +10,9 @@ import numpy as np
 from typing_extensions import override
 
 from fitflax.data.arrays import IndexedSource
-from fitflax.data.batch import Position, Triple, is_structure, leaf_paths, to_numpy
+from fitflax.data.batch import Position, Triple, is_instance, is_structure, leaf_paths, to_numpy
 from fitflax.data.loader_state import Bookmark, drop, has_exact_state
-from fitflax.data.sources import AdaptedSource, DataOptions, IterableSource, is_instance
+from fitflax.data.sources import AdaptedSource, DataOptions, IterableSource
 from fitflax.errors import DataError, warn
 from fitflax.leaves import listed
 

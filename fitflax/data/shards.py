@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from fitflax.data.arrays import IndexedSource
 from fitflax.data.batch import FedBatch, Position, Triple, describe_leaves, fingerprint, leaf_paths
-from fitflax.data.feed import Feed
+from fitflax.data.feed import Feed, undisturbed
 from fitflax.data.loader_state import KEPT
 from fitflax.data.padding import Batcher, pad_batch
 from fitflax.data.sources import DataOptions, OneShotSource, Shares, Source
@@ -238,7 +238,7 @@ class ShardFeed(Feed):
             return reports
         if self._has_ended and self._last_whole is None and self.source.can_restart:
             # If there is none, all processes raise the same error below.
-            with contextlib.closing(Feed(self.source, self.batcher)) as again, contextlib.suppress(Exception):
+            with undisturbed(), self.source.undisturbed(), contextlib.closing(Feed(self.source, self.batcher)) as again, contextlib.suppress(Exception):
                 fed = again.next()
                 self._last_whole = fed if fed is not None and fed.real is not None else None
         lasts = self._exchange(_form(self._last_whole))
@@ -378,7 +378,7 @@ def _describe(node: Any) -> Any:
     if node is None:
         return None
     if type(node) is dict and all(isinstance(key, str) for key in node):
-        return {"dict": {key: _describe(child) for key, child in node.items()}}
+        return {"dict": {key: _describe(node[key]) for key in sorted(node)}}  # JAX sorts keys, and so does padding.
     if type(node) in (list, tuple):
         return {type(node).__name__: [_describe(child) for child in node]}
     raise DataError(f"The batches of a Shard must be arrays, or dicts, lists, and tuples of arrays. Received: a {type(node).__name__}.")

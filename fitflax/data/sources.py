@@ -9,26 +9,15 @@ import contextlib
 import dataclasses
 import itertools
 import operator
-import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Self
 
 from typing_extensions import override
 
-from fitflax.data.batch import DEFAULT_BATCH_SIZE, Position, Selection, Triple, count_examples
+from fitflax.data.batch import DEFAULT_BATCH_SIZE, Position, Selection, Triple, count_examples, is_instance
 from fitflax.data.loader_state import Bookmark, LoaderPass, Pass, drop, has_states, open_loader, set_state, start_workers, state_methods
 from fitflax.errors import ConfigError, DataError, integer_of, warn
-
-
-def is_instance(data: Any, *kinds: str) -> bool:
-    """Returns whether `data` is an instance of one of the classes `module.name`, of those modules that have been imported.
-
-    >>> is_instance(1.5, "builtins.int", "builtins.float"), is_instance(1.5, "a_missing_library.Float")
-    (True, False)
-    """
-    candidates = [(sys.modules.get(module), name) for module, _, name in (kind.rpartition(".") for kind in kinds)]
-    return isinstance(data, tuple(getattr(module, name) for module, name in candidates if hasattr(module, name)))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -39,7 +39,8 @@ class TokenFile:
         end: The end of the tokens that are used, exclusive; by default the end of the file.
 
     Raises:
-        ConfigError: `length` is not a positive integer, a raw binary file has no `dtype`, or `begin` and `end` are out of range.
+        ConfigError: `length`, `begin` or `end` is not an integer or out of range, `dtype` is not a dtype, a raw binary file has none, or a `.npy` file has
+            another one.
         DataError: The file cannot be read, does not hold integers, or has too few tokens for one window.
 
     >>> import tempfile
@@ -60,7 +61,14 @@ class TokenFile:
 
     def __post_init__(self) -> None:
         integer_of("TokenFile(length=...)", self.length, at_least=1)
-        if self.dtype is None and Path(self.path).suffix != ".npy":
+        integer_of("TokenFile(begin=...)", self.begin)
+        if self.end is not None:
+            integer_of("TokenFile(end=...)", self.end)
+        try:
+            np.dtype(self.dtype)
+        except TypeError as error:
+            raise ConfigError(f"TokenFile(dtype=...) must be a dtype of NumPy, such as 'uint16'. Received: {self.dtype!r}.") from error
+        if self.dtype is None and not self._is_npy:
             raise ConfigError(f"{self.path} is not a .npy file, so TokenFile needs a dtype. Pass it: TokenFile(path, length, dtype='uint16').")
         total = len(self._tokens)
         if not 0 <= self.begin <= (total if self.end is None else self.end) <= total:
@@ -80,16 +88,22 @@ class TokenFile:
         """The number of tokens that are used."""
         return (len(self._tokens) if self.end is None else self.end) - self.begin
 
+    @property
+    def _is_npy(self) -> bool:
+        return Path(self.path).suffix == ".npy"
+
     @functools.cached_property
     def _tokens(self) -> "np.ndarray[Any, Any]":
         tokens: np.ndarray[Any, Any]
         try:
-            if self.dtype is None:
+            if self._is_npy:
                 tokens = np.load(self.path, mmap_mode="r", allow_pickle=False)
             else:
                 tokens = np.memmap(self.path, np.dtype(self.dtype), mode="r")
         except (OSError, ValueError) as error:
             raise DataError(f"The tokens in {self.path} cannot be read: {error}.") from error
+        if self.dtype is not None and tokens.dtype != np.dtype(self.dtype):
+            raise ConfigError(f"{self.path} is a .npy file of dtype {tokens.dtype.name}. Leave out dtype. Received: {self.dtype!r}.")
         if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
             raise DataError(f"{self.path} must hold a one-dimensional array of integers. Received: {tokens.dtype.name}{list(tokens.shape)}.")
         return tokens

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from typing_extensions import override
 
-from fitflax.data.batch import Position, Triple, is_structure
+from fitflax.data.batch import Position, Triple, is_instance, is_structure
 from fitflax.data.loader_state import Bookmark, Pass, drop, has_exact_state, has_states, set_state
-from fitflax.data.sources import AdaptedSource, DataOptions, is_instance
+from fitflax.data.sources import AdaptedSource, DataOptions
 from fitflax.errors import DataError, is_integer, warn
 
 _MODULE = "torch.utils.data"

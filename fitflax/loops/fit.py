@@ -1,6 +1,7 @@
 """The stages of `fit` around the steps of a run: the data, the checkpoint to resume from, and the callbacks from beginning to end."""
 
 import contextlib
+import copy
 import functools
 import signal
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,6 +19,7 @@ from fitflax.data.adapt import takes_batch_size
 from fitflax.data.arrays import FirstBatches, IndexedSource
 from fitflax.data.batch import Selection
 from fitflax.data.shards import Shard, part_of_batch_size
+from fitflax.data.sources import SequenceSource
 from fitflax.errors import ConfigError, DirectoryInUseError, chain_of, is_integer, warn
 from fitflax.leaves import flat
 from fitflax.logs import Logs
@@ -58,8 +60,10 @@ def adapt_validation_data(
         size = (batch_size or source.all_batch_size) if takes_batch_size(each.data if isinstance(each, Shard) else each) else None
         options: dict[str, Any] = {"selection": selection, "shuffle": False, "name": f"validation_data {name!r}"}
         sets[name] = session.data_adapter.adapt(each, call=f"validation on {name!r}", batch_size=size, **options)
+    # Only training calls the data's epoch hooks, because a resume could not repeat the calls of validations. The user may train on the same source.
+    sets = {name: copy.copy(each) if isinstance(each, SequenceSource) else each for name, each in sets.items()}
     for each in sets.values():
-        each.calls_hooks = False  # Only training calls the data's epoch hooks, because a resume could not repeat the calls of validations.
+        each.calls_hooks = False
     return source, sets
 
 

@@ -339,7 +339,7 @@ class Collected:
         if not count:
             return dict(self._empty)
         # The same as merging the parts one by one, but in linear time.
-        return {key: jax.tree.map(lambda *leaves: np.concatenate(leaves), *(part[key] for part in self._parts[:count])) for key in self._empty}
+        return {key: jax.tree.map(functools.partial(_concatenated, key), *(part[key] for part in self._parts[:count])) for key in self._empty}
 
     def state_dict(self) -> dict[str, list[Any]]:
         """Returns the rows by log key, for a checkpoint."""
@@ -355,6 +355,15 @@ class Collected:
         structures = {key: jax.tree.structure(metric) for key, metric in self._empty.items()}
         self._parts = [{key: jax.tree.unflatten(structures[key], [np.asarray(leaf) for leaf in state[key]]) for key in self._empty}]
         self._count = 1
+
+
+def _concatenated(key: str, *leaves: Any) -> np.ndarray[Any, Any]:
+    shapes = sorted({tuple(leaf.shape[1:]) for leaf in leaves})
+    if len(shapes) > 1:
+        raise MetricError(
+            f"The metric {key!r} collects rows, which must have the same shape in all batches. Received rows of shapes {shapes}. Pad them to one shape."
+        )
+    return np.concatenate(leaves)
 
 
 def _computed(key: str, metric: Metric) -> Any:

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fitflax.data import Position, Source, adapt
+from fitflax.data import Batcher, Feed, Position, Source, adapt
 from fitflax.data.arrays import ArraySource, is_in_memory
 from fitflax.data.batch import Selection
 from fitflax.data.sources import FunctionSource, OneShotSource
@@ -176,14 +176,33 @@ def test_the_default_batch_size_is_32():
 
 @pytest.mark.parametrize("given", [{"y": Y}, {"sample_weight": W}, {"batch_size": 3}, {"drop_remainder": True}], ids=lambda given: next(iter(given)))
 def test_arguments_for_in_memory_arrays_cannot_be_passed_with_batches(given: dict):
-    with pytest.raises(ConfigError, match=rf"{next(iter(given))} can only be passed with in-memory arrays\. `data` is a function"):
-        adapt(batches, **given)
+    for data, kind in ((batches, "function"), (adapt(X), "ArraySource")):
+        with pytest.raises(
+            ConfigError, match=rf"{next(iter(given))} can only be passed with in-memory arrays\. `data` is a {kind}, which defines its own batches"
+        ):
+            adapt(data, **given)
 
 
 @pytest.mark.parametrize("data", ["text", b"bytes", 3, 2.5, None, object()])
 def test_an_object_that_cannot_yield_batches_is_an_error(data: object):
     with pytest.raises(DataError, match=f"Received: a {type(data).__name__}"):
         adapt(data)
+
+
+@pytest.mark.parametrize("kind", ["csr_matrix", "csr_array", "coo_matrix"])
+def test_a_sparse_matrix_is_an_error_that_says_how_to_convert_it(kind: str):
+    sparse = getattr(pytest.importorskip("scipy.sparse"), kind)(X)
+    cases = [
+        (lambda: adapt(sparse, Y), "data"),
+        (lambda: adapt(sparse, inputs_only=True, name="x"), "x"),
+        (lambda: adapt((sparse, Y)), r"data\[0\]"),
+        (lambda: adapt({"a": X, "b": sparse}, Y), r"data\['b'\]"),
+        (lambda: adapt(X, sparse), "y"),
+        (lambda: Feed(adapt(iter([(sparse, Y)])), Batcher()).next(), "x"),
+    ]
+    for call, name in cases:
+        with pytest.raises(DataError, match=rf"^{name} is a sparse matrix\. Convert it: {name}\.toarray\(\), or a batch at a time in a generator\.$"):
+            call()
 
 
 def test_an_empty_list_is_an_error():

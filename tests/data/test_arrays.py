@@ -38,6 +38,12 @@ def test_a_pass_consists_of_full_batches_and_the_remainder(rows: int, size: int,
     assert source.num_examples == rows
 
 
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_rows_without_elements_are_split_into_batches(shuffle: bool):
+    feed = Feed(array_source(np.zeros((5, 0)), batch_size=2, shuffle=shuffle), Batcher(size=2))
+    assert [fed.batch.x.shape for fed in iter(feed.next, None)] == [(2, 0)] * 3
+
+
 def test_drop_remainder_omits_the_short_batch():
     source = array_source(np.arange(10), batch_size=4, drop_remainder=True)
     assert rows_of(source) == [[0, 1, 2, 3], [4, 5, 6, 7]]

@@ -133,6 +133,41 @@ def test_floats_and_narrow_integers_are_not_searched(monkeypatch):
         Batcher()(Triple(np.ones(2, dtype), (), None))
 
 
+# -- dtypes --
+
+
+@pytest.mark.parametrize("dtype", [">f4", ">f8", ">i8", ">c8"])
+def test_arrays_in_another_byte_order_are_converted(dtype):
+    values, batcher = np.arange(3).astype(dtype), Batcher()
+    batches = [adapt(values, shuffle=False).read(slice(None)).x, *(batcher(Triple(values, (), None)).batch.x for _ in range(2))]
+    for batch in batches:
+        assert batch.dtype.isnative and jax.numpy.asarray(batch).tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (np.zeros(2, [("a", "f4"), ("b", "i4")]), r"it is a structured array with the fields \['a', 'b'\]\. Pass a dict of arrays"),
+        (np.zeros(2, np.longdouble), r"has the dtype float\d+, which JAX does not have\. Convert it: x\['a'\]\.astype\(float\)"),
+        (np.zeros(2, np.clongdouble), r"has the dtype complex\d+, which JAX does not have\. Convert it: x\['a'\]\.astype\(complex\)"),
+        (np.ma.array([1.0, 2.0], mask=[False, True]), r"has missing values: it is a masked array\. .* x\['a'\]\.filled\(0\)"),
+    ],
+    ids=["structured", "long double", "complex long double", "masked"],
+)
+def test_arrays_that_jax_cannot_hold_are_an_error(values, message):
+    if values.dtype in (np.float64, np.complex128) and values.dtype.char in "gG":
+        pytest.skip("long double is double on this platform")
+    for call in (lambda: Batcher()(Triple({"a": values}, (), None)), lambda: adapt({"a": values})):
+        with pytest.raises(DataError, match=rf"^x\['a'\] .*{message}"):
+            call()
+
+
+def test_narrow_dtypes_of_jax_and_masked_arrays_without_masked_values_are_accepted():
+    for values in (np.ones(2, jax.numpy.bfloat16), np.ones(2, jax.numpy.float8_e4m3fn), np.ma.array([1.0, 1.0])):
+        batch = Batcher()(Triple(values, (), None)).batch.x
+        assert type(batch) is np.ndarray and batch.dtype == values.dtype and batch.astype(np.float32).tolist() == [1, 1]
+
+
 def test_num_examples_is_the_common_length():
     assert num_examples({"a": np.zeros((3, 2)), "b": (np.zeros(3),)}, name="x") == 3
 

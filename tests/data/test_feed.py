@@ -90,6 +90,13 @@ def test_an_iterator_can_be_evaluated_once_and_a_second_evaluation_is_an_error()
         make()
 
 
+def test_an_iterator_that_was_read_in_part_cannot_be_evaluated_to_its_end():
+    source, feeder = adapt(numbered()), Feeder(Batcher, pad=True)
+    feeder.evaluations(source, "eval", 1)().next()
+    with pytest.raises(DataError, match=r"'eval' is an iterator that has been .*read in part.*validation_steps= in fit, steps= elsewhere\.$"):
+        feeder.evaluations(source, "eval", None)()
+
+
 def test_an_iterator_continues_in_the_next_evaluation_if_steps_are_given():
     make = Feeder(Batcher, pad=True).evaluations(adapt(numbered()), "val", 2)
     assert [make().next().batch.x[0, 0] for _ in range(4)] == [0, 1, 2, 3]

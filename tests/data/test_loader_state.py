@@ -319,6 +319,31 @@ def test_a_loader_that_refuses_its_state_is_an_error():
         resumed(Loader(), feed.position, state).next()
 
 
+class Unreadable:
+    """An array that is decoded when it is converted, which fails."""
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+        raise OSError("the disk is gone")
+
+
+@pytest.mark.parametrize("reads_ahead", [False, True])
+def test_a_batch_that_cannot_be_converted_is_read_again_after_a_resume(reads_ahead):
+    class Failing(Loader):
+        def __iter__(self) -> Iterator[Any]:
+            return (Unreadable() if self.drawn == 3 else batch for batch in super().__iter__())
+
+    feed, whole = make_feed(Failing()), walk(make_feed(Loader()), 5)
+    first = feed.next()
+    if reads_ahead:
+        assert len(feed.next_like(first.batch, 4)) == 1
+    else:
+        feed.next()
+        with pytest.raises(DataError, match="the disk is gone"):
+            feed.next()
+    position = feed.position
+    assert walk(resumed(Loader(seed=9), position, feed.state_dict(position)), 3) == whole[2:]
+
+
 def test_a_one_shot_iterator_resumes_where_training_stopped():
     whole = walk(make_feed(iter(Cursor())), 6)
     feed = make_feed(iter(Cursor()))
@@ -526,16 +551,20 @@ def test_a_run_over_a_loader_with_a_state_resumes_bit_for_bit_without_a_warning(
 
 
 @pytest.mark.mostly_slow
-@pytest.mark.parametrize("cost_ratio", [0.0, 1e9], ids=["states before each batch", "a state at the beginning alone"])
-def test_a_run_interrupted_by_an_error_in_the_data_resumes_bit_for_bit(cost_ratio, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("cost_ratio", "is_read"),
+    [(0.0, False), (1e9, False), (0.0, True)],
+    ids=["states before each batch", "a state at the beginning alone", "a batch that cannot be converted"],
+)
+def test_a_run_interrupted_by_an_error_in_the_data_resumes_bit_for_bit(cost_ratio, is_read, tmp_path, monkeypatch):
     monkeypatch.setattr("fitflax.data.loader_state._COST_RATIO", cost_ratio)
 
     class Failing(Batches):
         def __iter__(self) -> Iterator[Any]:
             for batch in super().__iter__():
-                if self.drawn == 5 and self.fails:
+                if self.drawn == 5 and self.fails and not is_read:
                     raise OSError("the disk is gone")
-                yield batch
+                yield (Unreadable(), batch[1]) if self.drawn == 5 and self.fails else batch
 
     def make(fails: bool, seed: int = 1) -> Failing:
         loader = Failing(seed, batches=3)
@@ -543,7 +572,7 @@ def test_a_run_interrupted_by_an_error_in_the_data_resumes_bit_for_bit(cost_rati
         return loader
 
     uninterrupted = run(tmp_path / "never", make(False), 8)
-    with pytest.raises(OSError, match="the disk is gone"):
+    with pytest.raises(DataError if is_read else OSError, match="the disk is gone"):
         run(tmp_path / "broken", make(True), 8)
     with warned():
         assert_same(run(tmp_path / "broken", make(False, 99), 8), uninterrupted)

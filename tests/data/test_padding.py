@@ -71,7 +71,7 @@ def test_weights_on_the_device_are_not_read_with_each_batch(monkeypatch):
     with jax.transfer_guard("disallow"), monkeypatch.context() as patch:
         patch.setattr(type(weights), "min", lambda self: pytest.fail("the weights were read"), raising=False)
         batch, *_ = Batcher(size=4)(triple(4, weights=weights))
-    assert batch.weights.tolist() == weights.tolist()
+    assert isinstance(batch.weights, jax.Array) and batch.weights.tolist() == weights.tolist()
     with pytest.raises(DataError, match=r"sample_weight must be at least 0. Received: -1 at index \[1\]"):
         Batcher(size=4)(triple(4, weights=np.asarray(weights)))
     with pytest.raises(DataError, match=r"sample_weight must be at least 0. Received: -1 at index \[1\]"):
@@ -162,6 +162,13 @@ def test_anything_but_a_batch_of_numbers_is_an_error(x: object, match: str):
         Batcher()(Triple(x, (), None))
 
 
+@pytest.mark.parametrize("x", [None, {}, (), [None]])
+def test_a_batch_without_inputs_is_an_error(x: object):
+    for call in (lambda: Batcher()(Triple(x, np.zeros(2), None)), lambda: adapt((None, np.zeros(2)))):
+        with pytest.raises(DataError, match=r"^`x` holds no arrays\.$"):
+            call()
+
+
 # -- class weights --
 
 WEIGHTS = {0: 1, 1: 2, 2: 3}
@@ -187,6 +194,8 @@ def test_class_weights_multiply_sample_weights_per_example_and_per_token():
     batcher = Batcher(size=4, class_weight=WEIGHTS)
     per_example, *_ = batcher(triple(4, y=LABELS, weights=np.array([1.0, 10, 100, 1000])))
     assert per_example.weights.tolist() == [1, 20, 100, 3000]
+    on_device, *_ = batcher(triple(4, y=LABELS, weights=jnp.array([1, 10, 100, 1000])))
+    assert (on_device.weights.tolist(), on_device.weights.dtype) == ([1, 20, 100, 3000], np.float32)
     per_token, *_ = batcher(triple(4, y=LABELS, weights=np.arange(8.0).reshape(4, 2)))
     np.testing.assert_array_equal(per_token.weights, np.arange(8.0).reshape(4, 2) * np.array([1, 2, 1, 3])[:, None])
 

@@ -140,6 +140,18 @@ def test_batches_are_padded_to_the_largest_batch_of_all_processes():
     assert results[0][1][0] == [0.0] * 3
 
 
+def test_the_order_of_keys_in_a_batch_does_not_matter():
+    def work(index: int, exchange: Any) -> Any:
+        lengths = [2, 2, 2 - index]  # The last batch is padded, which sorts its keys.
+        keys = "ab" if index else "ba"
+        source = adapt(lambda: ({key: np.ones(length) for key in keys} for length in lengths))
+        source.owns_batches = True  # Otherwise, the copy sorts the keys.
+        source.shares = agree_on_shards(source, (index, 2), index, exchange)
+        return [fed.num_real for fed in iter(ShardFeed(source, Batcher(), exchange=exchange).next, None)]
+
+    assert Team(2).run(work) == [[4, 4, 3]] * 2
+
+
 def test_a_one_shot_iterator_keeps_batches_that_were_read_but_not_used():
     iterators = [iter([np.full(2, value) for value in range(9)]), iter([np.full(2, value) for value in range(7)])]
     taken = []
@@ -282,6 +294,33 @@ def test_a_loader_is_not_opened_again_for_the_shapes_of_a_shard_that_has_ended()
 
     assert [len(given) for given in Team(2).run(resume)] == [2, 2]
     assert opened == [1, 1]
+
+
+@pytest.mark.filterwarnings("ignore:.*read:fitflax.errors.FitflaxWarning")
+def test_reading_the_shapes_of_a_shard_that_has_ended_does_not_disturb_its_data():
+    class Graphs:
+        def __init__(self, count: int) -> None:
+            self.count, self.calls = count, []
+
+        def __len__(self) -> int:
+            return self.count
+
+        def __getitem__(self, number: int) -> Any:
+            return {"nodes": np.ones((3, 2)), "edges": np.ones(4)}, np.ones(2)
+
+        def on_epoch_begin(self) -> None:
+            self.calls.append("begin")
+
+        def on_epoch_end(self) -> None:
+            self.calls.append("end")
+
+    shards = [Graphs(4), Graphs(1)]
+
+    def resume(index: int, exchange: Any) -> Any:
+        return [fed.own for fed in iter(make_feed(shards[index], index, exchange, 2, used=(4, 2)).next, None)]
+
+    assert Team(2).run(resume) == [[2, 2], [0, 0]]
+    assert [shard.calls for shard in shards] == [["begin", "end"]] * 2
 
 
 def test_without_padding_batches_keep_their_sizes():

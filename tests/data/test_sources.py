@@ -129,6 +129,31 @@ def test_a_position_beyond_the_data_is_an_error():
         feed.next()
 
 
+@pytest.mark.parametrize("kind", ["array", "tensor"])
+def test_batches_of_a_loader_that_refills_its_buffer_are_copied(kind: str):
+    buffer = np.zeros((2, 1), np.float32)
+    filled = pytest.importorskip("torch").from_numpy(buffer) if kind == "tensor" else buffer
+
+    def refilled() -> Iterator[object]:
+        for number in range(3):
+            buffer[:] = number
+            yield filled
+
+    feed = Feed(adapt(refilled), Batcher(size=2))
+    batches = [feed.next().batch.x for _ in range(3)]
+    assert [batch.tolist() for batch in batches] == [[[number]] * 2 for number in range(3)]
+
+
+def test_tensors_of_all_kinds_make_batches():
+    torch = pytest.importorskip("torch")
+    rows = torch.arange(4.0)
+    tensors = [rows.to(torch.bfloat16), rows.clone().requires_grad_(), rows.half()]
+    feed = Feed(adapt(lambda: iter([{str(number): tensor for number, tensor in enumerate(tensors)}])), Batcher(size=4))
+    batch = feed.next().batch.x
+    assert [leaf.dtype.name for leaf in batch.values()] == ["bfloat16", "float32", "float16"]
+    assert all(leaf.astype(np.float32).tolist() == [0, 1, 2, 3] for leaf in batch.values())
+
+
 # -- functions and iterators --
 
 
@@ -141,6 +166,16 @@ def test_a_function_may_return_a_list_or_a_generator():
 def test_a_function_that_does_not_return_an_iterable_is_an_error():
     with pytest.raises(DataError, match=r"must return an iterable of batches\. Received: a int"):
         adapt(lambda: 3).open(Position())
+
+
+@pytest.mark.parametrize("made", [np.ones((3, 2)), (np.ones((3, 2)), np.ones(3)), {"a": np.ones(3)}, ((np.ones(3), np.ones(3)), np.ones(3))])
+def test_a_function_that_returns_arrays_is_an_error(made: object):
+    with pytest.raises(DataError, match=rf"The function `data` returned arrays \(a {type(made).__name__}\)\. Pass the arrays directly, or yield batches"):
+        adapt(lambda: made).open(Position())
+
+
+def test_a_function_may_return_a_tuple_of_batches():
+    assert [len(triple.x) for triple in adapt(lambda: tuple(batches())).open(Position())] == [4, 4, 2]
 
 
 def test_an_iterator_continues_where_it_stopped():

@@ -174,6 +174,15 @@ def test_validation_does_not_call_the_hooks():
     assert not data.calls
 
 
+def test_a_source_that_is_validation_data_still_calls_the_hooks_in_training():
+    data = Reshuffled()
+    source = adapt(data)
+    make_trainer().fit(X, Y, validation_data=source, verbose=0)
+    assert not data.calls
+    make_trainer().fit(source, epochs=2, validation_data=source, verbose=0)
+    assert data.calls == ["begin", "end"] * 2
+
+
 def test_a_second_fit_requests_no_more_passes_with_a_callback_for_the_beginning_of_epochs():
     def outcome_of(**options: Any) -> Any:
         data, trainer = Reshuffled(), make_trainer()

@@ -57,7 +57,7 @@ def test_a_huge_permutation_computes_only_the_requested_part():
 
 
 def test_windows_are_consecutive_without_shuffling(path):
-    for file in (TokenFile(path, 10, "uint16"), TokenFile(path.with_suffix(".npy"), 10)):
+    for file in (TokenFile(path, 10, "uint16"), TokenFile(path.with_suffix(".npy"), 10), TokenFile(path.with_suffix(".npy"), 10, np.int64)):
         source = adapt(file, batch_size=16, shuffle=False)
         x, y = read(source)
         assert len(file) == source.num_examples == len(x) == 100 and x.dtype == y.dtype == np.int32
@@ -131,12 +131,16 @@ def test_bad_files_and_arguments_are_errors(path, tmp_path):
     cases = [
         (lambda: TokenFile(path, 0, "uint16"), ConfigError, r"length=\.\.\.\) must be a positive integer. Received: 0"),
         (lambda: TokenFile(path, 4), ConfigError, r"train\.bin is not a \.npy file, so TokenFile needs a dtype\. .* TokenFile\(path, length, dtype='uint16'\)"),
+        (lambda: TokenFile(path.with_suffix(".npy"), 4, "uint16"), ConfigError, r"npy file of dtype int64\. Leave out dtype\. Received: 'uint16'"),
         (lambda: TokenFile(tmp_path / "none.npy", 4), DataError, r"none\.npy cannot be read: .*No such file"),
         (lambda: TokenFile(tmp_path / "odd.bin", 4, "uint16"), DataError, r"odd\.bin cannot be read"),
         (lambda: TokenFile(tmp_path / "floats.npy", 4), DataError, r"must hold a one-dimensional array of integers. Received: float64\[9\]"),
         (lambda: TokenFile(tmp_path / "square.npy", 4), DataError, r"Received: int64\[3, 3\]"),
         (lambda: TokenFile(path, 1003, "uint16"), DataError, "1003 tokens, but a window of length=1003 needs 1004"),
         (lambda: TokenFile(path, 4, "uint16", begin=5, end=2000), ConfigError, r"must be within the 1003 tokens of .* Received: begin=5, end=2000"),
+        (lambda: TokenFile(path, 4, "uint16", begin=0.5), ConfigError, r"TokenFile\(begin=...\) must be an integer of at least 0. Received: 0.5"),
+        (lambda: TokenFile(path, 4, "uint16", end=1e3), ConfigError, r"TokenFile\(end=...\) must be an integer of at least 0. Received: 1000.0"),
+        (lambda: TokenFile(path, 4, "unit16"), ConfigError, r"TokenFile\(dtype=...\) must be a dtype of NumPy, such as 'uint16'. Received: 'unit16'"),
         (lambda: adapt(TokenFile(path, 4, "uint16"), np.ones(3)), ConfigError, "y can only be passed with in-memory arrays"),
     ]
     for make, error, match in cases:

@@ -18,7 +18,7 @@ from flax import struct
 import fitflax
 from fitflax.callbacks import BestCheckpoint, Callback, EarlyStopping, LambdaCallback, ModelCheckpoint, ProgressBar, SummaryLogger
 from fitflax.errors import MetricError, MonitorError, NotReadyError, RestoreError
-from fitflax.metrics import AUC, Metric
+from fitflax.metrics import AUC, Metric, SampleCollector
 from fitflax.parallel import DataParallel
 from fitflax.steps.outputs import Collected
 from tests.run_script import at, differences, directory_of, leaves_of, state_of
@@ -335,6 +335,14 @@ def test_saved_rows_are_restored_and_without_rows_there_is_nothing_to_save():
 
 
 # --- Mistakes ---
+
+
+def test_rows_of_different_shapes_are_an_error_that_names_the_metric():
+    rows = Collected({"samples": SampleCollector()}, lambda tree, steps: tree)
+    for length in (3, 5):
+        rows.add({"samples": SampleCollector(rows=np.ones((2, length)), weights=np.ones((2, 1)))})
+    with pytest.raises(MetricError, match=r"The metric 'samples' collects rows, .* Received rows of shapes \[\(3,\), \(5,\)\]\. Pad them to one shape\."):
+        rows.now()()
 
 
 def test_leaves_that_are_not_rows_are_an_error_before_the_first_step():
