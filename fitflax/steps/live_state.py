@@ -97,7 +97,7 @@ class LiveState:
 
     @functools.cached_property
     def is_large(self) -> bool:
-        """Whether there should be only one copy of the state at a time; the same for all states of a run."""
+        """Whether there should be only one copy of the state at a time."""
         return bool(sum(leaf.nbytes for leaf in self._carry.leaves) > _LARGE_BYTES)
 
     @functools.cached_property
@@ -142,6 +142,8 @@ class LiveState:
     def replace(self, state: TrainState, step: int) -> None:
         """Sets another state, such as one with another learning rate; new arrays in it must be on the devices and not be used elsewhere."""
         self._carry, self._state = Carry.of(state), state
+        for name in ("is_large", "_is_split"):  # The new state may have other arrays or placements.
+            vars(self).pop(name, None)
         self.step = step
         self.version += 1
 
