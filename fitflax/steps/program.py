@@ -129,7 +129,7 @@ class Program:
 
     def train_group(self, carry: Carry, sums: Sums, group: Sequence[FedBatch], size: int, *, keep: Keep = NOTHING) -> Trained:
         """Dispatches several steps in a call that is compiled for at most `size` steps; consumes `carry` and `sums`."""
-        traced = self._admit("train on", group, train=True)
+        traced = self._admit("train on", group, (carry.leaves, sums), train=True)
         function = self._function(train_kind(self.strategy, len(group), size), carry, keep=keep)
         leaves, sums, vector, rows, *parts = function(carry.leaves, carry.key, sums, *self._fed(group, size))
         kept = Kept(*parts)
@@ -137,15 +137,16 @@ class Program:
         self._in_flight.add(values, len(group) * group[0].batch.nbytes)
         return Trained(Carry(leaves, carry.treedef, carry.key), sums, values, rows, kept)
 
-    def _admit(self, verb: str, group: Sequence[FedBatch], *, train: bool) -> TracedStep:
-        """Checks batches, and waits until a step may be dispatched."""
+    def _admit(self, verb: str, group: Sequence[FedBatch], before: PyTree, *, train: bool) -> TracedStep:
+        """Checks batches, and waits until a step may be dispatched; raises the error of a failed step that `before`, the results of earlier ones, depends on."""
         traced = self.dry_run.traced_step(train=train)
         if traced.scalar_loss:
             for fed in group:
                 if fed.num_real < fed.num_rows:
                     raise _scalar_loss_error(fed.num_real, fed.num_rows)
         self.preparation.check_shapes(verb, group[0])
-        self._in_flight.make_room(traced)
+        if not self._in_flight.make_room(traced):
+            jax.block_until_ready(before)
         return traced
 
     def _fed(self, group: Sequence[FedBatch], size: int) -> tuple[Any, ...]:
@@ -163,7 +164,7 @@ class Program:
 
         `carry` is from `eval_carry`. The call is compiled for `size` batches: 1, or the result of `preparation.group_for`, which adds a leading axis to rows.
         """
-        traced = self._admit("evaluate", group, train=False)
+        traced = self._admit("evaluate", group, (carry.leaves, sums), train=False)
         function = self._function("evaluate" if size == 1 else "evaluate group", carry)
         sums, vector, rows = function(carry.leaves, carry.key, sums, *self._fed(group, size))
         values = Values(traced.places, vector)
