@@ -154,7 +154,8 @@ class SessionState:
         if is_scaled and not numerics.is_scaled:
             state = dataclasses.replace(state, opt_state=state.opt_state.inner_state)
         elif numerics.is_scaled and not is_scaled:
-            state = dataclasses.replace(state, opt_state=self._strategy.put(scaled_state(()))._replace(inner_state=state.opt_state))
+            scaled = self._strategy.put(self._functions.map_members(lambda key: scaled_state(()))(state.key))
+            state = dataclasses.replace(state, opt_state=scaled._replace(inner_state=state.opt_state))
         if (numerics.ema_decay is None) != (state.ema_params is None):
             places = self._strategy.places(state.params)
             start = self._strategy.compile(start_average, inputs=(places,), outputs=places)

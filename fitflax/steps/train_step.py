@@ -431,6 +431,18 @@ class EnsembleTask(Task):
         return new_state, TrainSums(merged, since, culprit), values, {}, Kept(grads, sown, suspects[-1])
 
     @override
+    def suspects(self, state: TrainState, batch: Batch) -> list[tuple[str, jax.Array]]:
+        names: list[str] = []
+
+        def values_of(state: TrainState) -> list[jax.Array]:
+            names[:], values = zip(*Task.suspects(self, state, batch), strict=True)
+            return list(values)
+
+        run: Any = jax.vmap(values_of, in_axes=(_axes(state),))
+        values = run(state)  # Fills `names`.
+        return list(zip(names, values, strict=True))
+
+    @override
     def eval_step(self, params: PyTree, model_state: dict[str, PyTree], key: jax.Array, sums: EvalSums, batch: Batch) -> tuple[EvalSums, dict[str, Metric]]:
         def one(params: PyTree, model_state: dict[str, PyTree], key: jax.Array, metrics: dict[str, Metric]) -> dict[str, Metric]:
             return Task.eval_step(self, params, model_state, key, EvalSums(metrics, sums.index), batch)[0].metrics
