@@ -253,11 +253,12 @@ class Preparation:
             return
         feed = self._begin_call("train on", batch, is_single)
         shapes = shapes_key(feed)
-        self._prepared = prepared = shapes, steps_per_call, keep
+        prepared = shapes, steps_per_call, keep
         if prepared not in self._compilations:
             self._costs[shapes] = self._dry_run.step(state, feed, train=True)
             kind = train_kind(self._strategy, steps_per_call, steps_per_call)
             self._compilations[prepared] = self._compile(kind, Carry.of(state), batch, steps_per_call, train=True, keep=keep)
+        self._prepared = prepared
 
     def evaluate(self, state: TrainState, batch: Batch, *, is_single: bool = False) -> None:
         """Dry-runs an evaluation and begins to compile it; arguments and errors as in `train`."""
