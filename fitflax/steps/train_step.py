@@ -170,7 +170,7 @@ class Task(ForwardPass):
         params = _with_leaves(state.params, self.strategy.agree(forward.params)) if forward.params else state.params
         updates, opt_state = self.optimizer.update(grads, state.opt_state, params, value=loss, grad=grads, **functions)
         step, params = state.step + 1, optax.apply_updates(params, updates)
-        model_state = self.strategy.unify(forward.model_state) if unify else forward.model_state
+        model_state = self.strategy.unify(forward.model_state, state.model_state) if unify else forward.model_state
         metrics = self._reduce_metrics({key: forward.metrics[key] for key in notes.order})
         norm = optax.tree.norm(grads).astype(jnp.float32) if keep.norm else UNKNOWN_NORM
         is_norm_finite = jnp.isfinite(norm) if keep.norm else jnp.bool_(True)
@@ -220,7 +220,8 @@ class Task(ForwardPass):
         kept = {name: tree for name, tree in new_state.model_state.items() if name not in self.transient}
         # A custom step may not have synchronized the replicas.
         params, opt_state = self.strategy.agree((new_state.params, new_state.opt_state))
-        new_state = dataclasses.replace(state, step=state.step + 1, params=params, opt_state=opt_state, model_state=self.strategy.unify(kept))
+        collections = self.strategy.unify(kept, state.model_state)
+        new_state = dataclasses.replace(state, step=state.step + 1, params=params, opt_state=opt_state, model_state=collections)
         return same_types(new_state, state), metrics
 
     def eval_step(self, params: PyTree, model_state: dict[str, PyTree], key: jax.Array, sums: EvalSums, batch: Batch) -> tuple[EvalSums, dict[str, Metric]]:
