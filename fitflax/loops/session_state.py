@@ -449,7 +449,8 @@ class SessionState:
         now = live.borrow()
         faults = state_faults(now, state)
         if faults:
-            raise RestoreError(f"replace_state takes a state with the structure, shapes and dtypes of this trainer's state. Differences: {faults}.")
+            hint = "" if hasattr(state.step, "dtype") else " Change the step with state.replace_step(step)."
+            raise RestoreError(f"replace_state takes a state with the structure, shapes and dtypes of this trainer's state. Differences: {faults}.{hint}")
         state = jax.tree.unflatten(jax.tree.structure(now), jax.tree.leaves(state))
         live.replace(self._strategy.put_state(state), int(state.step))
 

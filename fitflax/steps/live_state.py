@@ -256,7 +256,7 @@ def state_faults(old: PyTree, new: PyTree) -> str:
         was, now, name = before.get(path), after.get(path), jax.tree_util.keystr(path)
         if was is None or now is None:
             faults.append(f"{name} is {'new' if was is None else 'missing'}")
-        elif was.shape != now.shape or was.dtype != now.dtype:
+        elif not hasattr(now, "dtype") or was.shape != now.shape or was.dtype != now.dtype:
             faults.append(f"{name} is {describe_shapes(now)} instead of {describe_shapes(was)}")
     return listed(faults, "; ")
 
