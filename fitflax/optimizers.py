@@ -18,7 +18,7 @@ import numpy as np
 import optax
 
 from fitflax.errors import OptimizerError, did_you_mean
-from fitflax.leaves import as_patterns, listed, matching, named_leaves
+from fitflax.leaves import as_patterns, listed, matching, named_leaves, on_host
 from fitflax.state import TrainState
 
 __all__ = ["freeze", "get", "get_hyperparams", "get_learning_rate", "get_learning_rates", "names", "set_hyperparam", "set_learning_rate", "train_only"]
@@ -197,10 +197,14 @@ def get_learning_rates(opt_state: Any) -> dict[str, jax.Array]:
     """
     rates: dict[str, jax.Array] = {}
     for label, rate in _learning_rates(opt_state).items():
-        prefix = "" if label == ONLY_RATE else f"{label}/"
-        # An ensemble has a rate for each member.
-        rates |= {f"{prefix}member {number}": rate[number] for number in range(len(rate))} if rate.ndim else {label: rate}
+        rates |= {name: rate[number] for number, name in enumerate(_member_labels(label, rate))} if np.ndim(rate) else {label: rate}
     return rates
+
+
+def _member_labels(label: str, rate: Any) -> list[str]:
+    """Returns the labels of the members' rates; none if there is only one rate, because this is not an ensemble."""
+    prefix = "" if label == ONLY_RATE else f"{label}/"
+    return [f"{prefix}member {number}" for number in range(len(rate))] if np.ndim(rate) else []
 
 
 def _learning_rates(opt_state: Any) -> dict[str, jax.Array]:
@@ -229,20 +233,26 @@ def set_learning_rate(opt_state: Any, value: Any, label: str | None = None) -> A
     rate_nodes = _nodes_by_label(opt_state)
     if label is None and len(rate_nodes) > 1:
         raise _several_rates(rate_nodes)
-    if label is not None and label not in rate_nodes:
-        raise OptimizerError(f"This optimizer has no learning rate {label!r} that can be set. Available: {list(rate_nodes)}.{did_you_mean(label, rate_nodes)}")
+    rates: dict[str, tuple[str, int | None]] = {group: (group, None) for group in rate_nodes}
+    for group, (_, node) in rate_nodes.items():
+        rates |= {name: (group, member) for member, name in enumerate(_member_labels(group, node.hyperparams[ONLY_RATE]))}
+    if label is not None and label not in rates:
+        raise OptimizerError(f"This optimizer has no learning rate {label!r} that can be set. Available: {list(rates)}.{did_you_mean(label, rates)}")
     if not rate_nodes:
         raise OptimizerError(
             "The learning rate cannot be set, because it is a constant in this optimizer. Pass the optimizer by name, or wrap it: "
             "optax.inject_hyperparams(optax.adam)(learning_rate=0.001)."
         )
-    path, node = rate_nodes[label or next(iter(rate_nodes))]
+    group, member = rates[label or next(iter(rates))]
+    path, node = rate_nodes[group]
     if _is_scheduled(node, ONLY_RATE):
         raise OptimizerError(
             f"The learning rate cannot be set, because a schedule computes it before every update (opt_state{jax.tree_util.keystr(path)}). "
             "Use a number instead of the schedule, in compile(..., learning_rate=0.001), optimizers.get or optax.inject_hyperparams."
         )
-    return replace_by_path(opt_state, {_path_of(path, ONLY_RATE): _like(node.hyperparams[ONLY_RATE], number)})
+    old = node.hyperparams[ONLY_RATE]
+    new = number if member is None else np.where(np.arange(len(old)) == member, number, on_host(old))
+    return replace_by_path(opt_state, {_path_of(path, ONLY_RATE): _like(old, new)})
 
 
 def get_hyperparams(opt_state: Any) -> dict[str, jax.Array]:

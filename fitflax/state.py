@@ -379,6 +379,12 @@ def shapes_in(tree: PyTree) -> PyTree:
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
 
 
+def shapes_key(tree: PyTree) -> Any:
+    """Returns a key of caches: structure, shapes and dtypes. The text of a tree is not one, because a class without a repr shows its address."""
+    leaves, treedef = jax.tree.flatten(tree)
+    return treedef, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
+
+
 def _with_structure(caller: str, old: PyTree, new: PyTree) -> PyTree:
     """Returns `new` in the containers of `old`, after checking that structure, shapes and dtypes are the same."""
     structures: list[Any] = [jax.tree.structure(unfreeze(tree)) for tree in (old, new)]

@@ -20,7 +20,7 @@ import fitflax.losses as losses
 import fitflax.metrics as metrics
 from fitflax.callbacks import LambdaCallback, ModelCheckpoint
 from fitflax.checkpoints import CheckpointStore
-from fitflax.errors import ConfigError, FitflaxError, ModelError
+from fitflax.errors import ConfigError, FitflaxError, LossError, ModelError
 from fitflax.parallel import DataParallel, Sharded
 
 X = np.random.default_rng(0).normal(size=(22, 5)).astype(np.float32)
@@ -100,6 +100,18 @@ def test_disable_jit_around_a_call_does_what_run_eagerly_does():
         found = train(inside)
     assert found == train(eager)
     train(inside)  # Compiled steps continue from this state.
+
+
+def test_a_trainer_that_could_not_be_traced_can_be_trained_without_jit():
+    def loss(outputs, targets):
+        assert outputs.max() < 1e9  # Requires concrete values.
+        return optax.softmax_cross_entropy_with_integer_labels(outputs, targets)
+
+    trainer = make(loss=loss)
+    with pytest.raises(LossError):
+        trainer.fit(X, Y, batch_size=11, verbose=0)
+    with jax.disable_jit():
+        assert np.isfinite(trainer.fit(X, Y, batch_size=11, verbose=0).history["loss"]).all()
 
 
 @pytest.mark.slow

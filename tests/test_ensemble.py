@@ -125,6 +125,25 @@ def test_members_have_their_own_hyperparameters():
         fit(make().with_hyperparams(learning_rate=[0.1, 0.2]))
 
 
+def test_the_learning_rate_of_a_member_can_be_set():
+    ensemble = make(ensemble=MEMBERS)
+    ensemble.build((X, Y))
+    ensemble.learning_rates = {"member 1": 0.5}
+    assert ensemble.learning_rates == pytest.approx({"member 0": 0.3, "member 1": 0.5, "member 2": 0.3})
+    ensemble.learning_rates = {label: rate / 2 for label, rate in ensemble.learning_rates.items()}
+    assert ensemble.learning_rates == pytest.approx({"member 0": 0.15, "member 1": 0.25, "member 2": 0.15})
+    with pytest.raises(OptimizerError, match=r"no learning rate 'member 3' that can be set. Available: .*'member 2'"):
+        ensemble.learning_rates = {"member 3": 0.5}
+
+
+def test_a_loss_scale_is_added_for_each_member():
+    optimizer, ensemble = optax.sgd(0.1), fitflax.Trainer(nn.Dense(2), parallel=DataParallel(jax.devices()[:1]), ensemble=MEMBERS)
+    for precision in ("float32", "float16"):
+        ensemble.compile(optimizer, "sparse_categorical_crossentropy", precision=precision)
+        ensemble.train_on_batch((X, Y))
+    assert ensemble.step == 2 and ensemble.state.opt_state.scale.shape == (MEMBERS,)
+
+
 @pytest.mark.slow
 def test_a_resumed_run_is_bit_for_bit_identical(tmp_path: pathlib.Path):
     def train(directory: pathlib.Path, epochs: int) -> Any:

@@ -428,6 +428,15 @@ def test_evaluation_uses_the_parameters_that_eval_params_computes(place, tmp_pat
         load_inference_state(tmp_path / "run")
 
 
+def test_eval_params_is_used_with_an_optimizer_whose_state_has_no_arrays():
+    trainer = make(optax.sgd(0.1), eval_params=lambda _, params: jax.tree.map(jnp.sign, params))
+    signs = jax.tree.map(jnp.sign, trainer.state.params)
+    np.testing.assert_allclose(trainer.predict(X), MODEL.apply({"params": signs}, X), atol=1e-5)
+    other = make(optax.sgd(0.1), eval_params=lambda _, params: jax.tree.map(jnp.negative, params))
+    other.replace_state(trainer.inference_state())  # It has the parameters that are evaluated.
+    np.testing.assert_allclose(other.predict(X), trainer.predict(X), atol=1e-5)
+
+
 @pytest.mark.slow
 def test_a_second_evaluation_does_not_compile_eval_params_again(compilations):
     trainer = make(schedule_free(), eval_params=optax.contrib.schedule_free_eval_params)

@@ -219,6 +219,14 @@ def test_setting_the_rate_compiles_nothing_and_takes_effect(kind: str, devices: 
     np.testing.assert_array_equal(params["w"], np.full(4, -2.25))
 
 
+def test_the_rate_of_a_member_of_an_ensemble_is_set_by_its_label():
+    groups = {"body": optimizers.get("sgd", 0.5), "head": optimizers.get("sgd", 0.25)}
+    state = jax.vmap(optax.multi_transform(groups, {"w": "body", "b": "head"}).init)(jax.tree.map(lambda leaf: np.stack([leaf, leaf]), PARAMS))
+    state = optimizers.set_learning_rate(state, 1.0, "head/member 1")
+    rates = {label: float(rate) for label, rate in optimizers.get_learning_rates(state).items()}
+    assert rates == {"body/member 0": 0.5, "body/member 1": 0.5, "head/member 0": 0.25, "head/member 1": 1.0}
+
+
 def test_a_rate_that_was_set_does_not_change_with_the_callers_array():
     value = np.ones((), np.float32)
     state = optimizers.set_learning_rate(optimizers.get("sgd").init(PARAMS), value)

@@ -810,6 +810,7 @@ def test_the_next_step_uses_a_state_that_was_replaced_in_a_hook():
         (lambda s: dataclasses.replace(s, params={"kernel": s.params["kernel"]}), r"params\['bias'\] is missing"),
         (lambda s: dataclasses.replace(s, params={**s.params, "bias": jnp.zeros(5)}), r"params\['bias'\] is float32\[5\] instead of float32\[3\]"),
         (lambda s: dataclasses.replace(s, params={**s.params, "bias": jnp.zeros(3, jnp.int32)}), r"params\['bias'\] is int32\[3\] instead of float32\[3\]"),
+        (lambda s: s.replace(step=0), r"\.step is int instead of int32\[\]\. Change the step with state\.replace_step\(step\)\."),
     ],
 )
 def test_a_state_that_does_not_fit_is_rejected(change, message):

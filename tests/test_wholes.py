@@ -22,6 +22,7 @@ from fitflax.errors import ConfigError, DataError, FitflaxWarning
 from fitflax.parallel import DataParallel, Sharded
 from fitflax.triggers import every
 from tests import compiled_programs, graph_script
+from tests.data.test_whole_batches import Own
 from tests.graph_script import GraphNet, Graphs, batches, right, stream, trainer_of
 from tests.ports import reserve_port
 from tests.test_many_processes import PIPES, Group, environment
@@ -584,6 +585,22 @@ def test_a_structure_whose_arrays_have_rows_is_batched_like_arrays():
     np.testing.assert_array_equal(one.predict(rows, batch_size=4), two.predict(rows, batch_size=4))
     assert one.predict(rows, batch_size=4).shape == (10, 1)
     trained(rows, y, batch_size=4, validation_split=0.3)
+
+
+def test_a_class_without_a_repr_is_compiled_once_and_can_be_evaluated_and_predicted(compilations):
+    class OfRows(nn.Module):
+        @nn.compact
+        def __call__(self, rows):
+            return nn.Dense(1)(rows.a)
+
+    x, y = Own(np.ones((8, 2), np.float32)), np.ones((8, 1), np.float32)
+    trainer = fitflax.Trainer(OfRows(), parallel=DataParallel(jax.devices()[:1]))
+    trainer.compile("sgd", "mse")
+    trainer.fit(x, y, batch_size=4, verbose=0)
+    with compilations.counted() as again:
+        trainer.fit(x, y, batch_size=4, verbose=0)
+    assert again.count == 0
+    assert np.isfinite(trainer.evaluate(x, y, verbose=0)["loss"]) and trainer.predict(x).shape == (8, 1)
 
 
 def test_a_namedtuple_is_one_argument_and_not_inputs_and_targets():

@@ -157,7 +157,8 @@ class SessionState:
         if is_scaled and not numerics.is_scaled:
             state = dataclasses.replace(state, opt_state=state.opt_state.inner_state)
         elif numerics.is_scaled and not is_scaled:
-            state = dataclasses.replace(state, opt_state=self._strategy.put(scaled_state(()))._replace(inner_state=state.opt_state))
+            scaled = self._strategy.put(self._functions.map_members(lambda key: scaled_state(()))(state.key))
+            state = dataclasses.replace(state, opt_state=scaled._replace(inner_state=state.opt_state))
         if (numerics.ema_decay is None) != (state.ema_params is None):
             places = self._strategy.places(state.params)
             start = self._strategy.compile(start_average, inputs=(places,), outputs=places)
@@ -455,7 +456,8 @@ class SessionState:
         now = live.borrow()
         faults = state_faults(now, state)
         if faults:
-            raise RestoreError(f"replace_state takes a state with the structure, shapes and dtypes of this trainer's state. Differences: {faults}.")
+            hint = "" if hasattr(state.step, "dtype") else " Change the step with state.replace_step(step)."
+            raise RestoreError(f"replace_state takes a state with the structure, shapes and dtypes of this trainer's state. Differences: {faults}.{hint}")
         state = jax.tree.unflatten(jax.tree.structure(now), jax.tree.leaves(state))
         live.replace(self._strategy.put_state(state), int(state.step))
 

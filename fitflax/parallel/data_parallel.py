@@ -40,8 +40,8 @@ class DataParallel(Strategy):
         devices: Devices to use; by default all, including those of other processes.
         axis_name: Axis name for collectives inside the module.
         reduce: How to make each mutable collection equal on all replicas after a step, by name: `"mean"`, `"sum"`, `"max"`, or a function
-            `(array, axis_name) -> array`. By default floating-point values are averaged and others take the value of replica 0. The default of Flax's
-            `_overwrite_with_gradient` is `"max"`.
+            `(array, axis_name) -> array`. By default floating-point values are averaged and others take the value of replica 0; arrays that the step does
+            not change are kept. The default of Flax's `_overwrite_with_gradient` is `"max"`.
         combine_whole_batches: Whether a step takes one batch for each of N devices if batches are passed whole, as graphs are. An update is then that of N
             consecutive batches, so it depends on N. Otherwise, training on several devices with such batches is an error, and evaluation and prediction
             take one at a time.
@@ -291,13 +291,19 @@ class DataParallel(Strategy):
         return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), tree)
 
     @override
-    def unify(self, collections: dict[str, PyTree]) -> dict[str, PyTree]:
+    def unify(self, collections: dict[str, PyTree], before: dict[str, PyTree]) -> dict[str, PyTree]:
         unknown = sorted(set(self.reduce) - set(collections))
         if unknown:
             raise ConfigError(f"DataParallel(reduce=...) names unknown collections: {unknown}. The module has {sorted(collections)}.")
         # The scales of fp8 operations depend on the largest magnitude in the batch.
         reducers: dict[str, Reducer] = {OVERWRITE_WITH_GRADIENT: "max", **self.reduce}
-        return {name: jax.tree.map(functools.partial(self._unify, reducers.get(name)), tree) for name, tree in collections.items()}
+        # The mean of equal floats may differ from them by rounding, so constants would change.
+        unchanged = {id(leaf) for leaf in jax.tree.leaves(before)}
+
+        def one(reducer: Reducer | None, leaf: jax.Array) -> Any:
+            return leaf if reducer in (None, "mean") and id(leaf) in unchanged else self._unify(reducer, leaf)
+
+        return {name: jax.tree.map(functools.partial(one, reducers.get(name)), tree) for name, tree in collections.items()}
 
     def _unify(self, reducer: Reducer | None, leaf: jax.Array) -> Any:
         if callable(reducer):

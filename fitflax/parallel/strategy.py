@@ -279,8 +279,8 @@ class Strategy(abc.ABC):
     def unsplit(self, tree: PyTree) -> PyTree:
         """Returns the rows of micro-batches, `[steps, rows / steps, ...]`, in their order before `split`."""
 
-    def unify(self, collections: dict[str, PyTree]) -> dict[str, PyTree]:
-        """Returns mutable collections made equal on all replicas."""
+    def unify(self, collections: dict[str, PyTree], before: dict[str, PyTree]) -> dict[str, PyTree]:
+        """Returns mutable collections made equal on all replicas; arrays that are those of `before` already are."""
         return collections
 
 

@@ -1,5 +1,6 @@
 """`Transfer`: converts host batches to the form that compiled functions take, and split outputs to host arrays."""
 
+import contextlib
 import functools
 import time
 from collections.abc import Callable, Sequence
@@ -186,20 +187,36 @@ class InFlight:
         self._pending: list[Waitable] = []
         self._num_bytes = 0  # Size of the newest batch; only the last batch of a pass may have another size.
 
-    def make_room(self, kind: Any = None) -> None:
-        """Waits until one more step may be dispatched; to wait less often, until half are finished. Steps of a `kind` take about the same time."""
+    def make_room(self, kind: Any = None) -> bool:
+        """Waits until one more step may be dispatched; to wait less often, until half are finished. Steps of a `kind` take about the same time.
+
+        Returns `False` if a step has failed, and forgets all steps. The failed one may belong to another run on these devices, which reports its error.
+        """
         if kind is not self._kind:
             self._kind, self._limit, self._num_other_kind = kind, self._base_limit, len(self._pending)
         limit = self._limit if self._num_bytes * self._limit <= _MAX_BATCH_BYTES else min(self._limit, max(2, _MAX_BATCH_BYTES // self._num_bytes))
         count = len(self._pending)
         if count >= limit:
             done, begin = max((limit + 1) // 2, count - limit + 1), self._clock()
-            self._pending[done - 1].wait()
+            try:
+                self._pending[done - 1].wait()
+            except Exception:  # noqa: BLE001 (the run that depends on the step raises it)
+                self._forget()
+                return False
             if done > self._num_other_kind:
                 is_short = self._clock() - begin < _SHORT_SECONDS * done
                 self._limit = min(2 * self._limit, self._max_limit) if is_short else self._base_limit
             self._num_other_kind = max(0, self._num_other_kind - done)
             del self._pending[:done]
+        return True
+
+    def _forget(self) -> None:
+        """Waits for all steps, and removes them."""
+        for step in self._pending:
+            with contextlib.suppress(Exception):
+                step.wait()
+        self._pending.clear()
+        self._num_other_kind = 0
 
     def add(self, values: Waitable, num_bytes: int) -> None:
         """Adds the results of a dispatched step, and the size of its batch in bytes."""

@@ -22,7 +22,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from fitflax.errors import ConfigError, warn
 from fitflax.parallel.placement import Form
 from fitflax.parallel.strategy import Compiled, Layout, Places, Strategy
-from fitflax.state import Batch, PyTree, TrainState
+from fitflax.state import Batch, PyTree, TrainState, shapes_key
 from fitflax.steps.live_state import Carry, Sums
 from fitflax.steps.outputs import NOTHING, Keep, Returned, as_vector
 from fitflax.steps.train_step import Task
@@ -377,7 +377,7 @@ class InitialState:
         return self._strategy.put_state(state)
 
     def _key_of(self, key: jax.Array, batch: Batch) -> Any:
-        return str(self._strategy.abstract_feed(batch)), key.dtype
+        return shapes_key(self._strategy.abstract_feed(batch)), key.dtype
 
     def begin(self, key: jax.Array, batch: Batch) -> TrainState:
         """Returns the shapes of the state at step 0, and begins to compile `init` in a thread."""

@@ -97,7 +97,7 @@ class LiveState:
 
     @functools.cached_property
     def is_large(self) -> bool:
-        """Whether there should be only one copy of the state at a time; the same for all states of a run."""
+        """Whether there should be only one copy of the state at a time."""
         return bool(sum(leaf.nbytes for leaf in self._carry.leaves) > _LARGE_BYTES)
 
     @functools.cached_property
@@ -142,6 +142,8 @@ class LiveState:
     def replace(self, state: TrainState, step: int) -> None:
         """Sets another state, such as one with another learning rate; new arrays in it must be on the devices and not be used elsewhere."""
         self._carry, self._state = Carry.of(state), state
+        for name in ("is_large", "_is_split"):  # The new state may have other arrays or placements.
+            vars(self).pop(name, None)
         self.step = step
         self.version += 1
 
@@ -175,7 +177,7 @@ class EvalParams:
 
     def function_of(self, state: TrainState) -> EvalParamsFn | None:
         """Returns the function that gets the parameters for evaluation from the optimizer state; `None` if they do not depend on it."""
-        if not jax.tree.leaves(state.opt_state):  # An InferenceState already has them.
+        if type(state.opt_state) is tuple and not state.opt_state:  # An InferenceState already has them.
             return None
         if self._is_schedule_free is None:  # The structure of the optimizer state is the same for all states of a program.
             self._is_schedule_free = bool(_schedule_free_states(self._opt_state_of(state)))
@@ -254,7 +256,7 @@ def state_faults(old: PyTree, new: PyTree) -> str:
         was, now, name = before.get(path), after.get(path), jax.tree_util.keystr(path)
         if was is None or now is None:
             faults.append(f"{name} is {'new' if was is None else 'missing'}")
-        elif was.shape != now.shape or was.dtype != now.dtype:
+        elif not hasattr(now, "dtype") or was.shape != now.shape or was.dtype != now.dtype:
             faults.append(f"{name} is {describe_shapes(now)} instead of {describe_shapes(was)}")
     return listed(faults, "; ")
 

@@ -146,7 +146,12 @@ def scaled_state(opt_state: PyTree) -> LossScaled:
 
 def unscaled(grads: PyTree, scale: jax.Array) -> PyTree:
     """Returns the gradient of the loss, given that of the loss times `scale`; exact, because the scale is a power of two."""
-    return jax.tree.map(lambda grad: grad / scale.astype(grad.dtype), grads)
+
+    def one(grad: jax.Array) -> jax.Array:
+        wide = jnp.promote_types(grad.dtype, scale.dtype)  # Large scales are infinite in float16.
+        return (grad.astype(wide) / scale.astype(wide)).astype(grad.dtype)
+
+    return jax.tree.map(one, grads)
 
 
 def is_finite(grads: PyTree) -> jax.Array:

@@ -22,7 +22,7 @@ from fitflax.leaves import describe_shapes, listed
 from fitflax.logs import StepValues, Values
 from fitflax.metrics import Metric
 from fitflax.parallel.strategy import jit_is_disabled
-from fitflax.state import Batch, PyTree, TrainState, shapes_in
+from fitflax.state import Batch, PyTree, TrainState, shapes_in, shapes_key
 from fitflax.steps.compile import Compilation, CompiledSteps, InitialState, train_kind, trim_heap
 from fitflax.steps.live_state import Carry, EvalParams, Sums
 from fitflax.steps.outputs import NOTHING, Collected, EvalSums, Keep, Kept, Returned, TrainSums
@@ -129,7 +129,7 @@ class Program:
 
     def train_group(self, carry: Carry, sums: Sums, group: Sequence[FedBatch], size: int, *, keep: Keep = NOTHING) -> Trained:
         """Dispatches several steps in a call that is compiled for at most `size` steps; consumes `carry` and `sums`."""
-        traced = self._admit("train on", group, train=True)
+        traced = self._admit("train on", group, (carry.leaves, sums), train=True)
         function = self._function(train_kind(self.strategy, len(group), size), carry, keep=keep)
         leaves, sums, vector, rows, *parts = function(carry.leaves, carry.key, sums, *self._fed(group, size))
         kept = Kept(*parts)
@@ -137,15 +137,16 @@ class Program:
         self._in_flight.add(values, len(group) * group[0].batch.nbytes)
         return Trained(Carry(leaves, carry.treedef, carry.key), sums, values, rows, kept)
 
-    def _admit(self, verb: str, group: Sequence[FedBatch], *, train: bool) -> TracedStep:
-        """Checks batches, and waits until a step may be dispatched."""
+    def _admit(self, verb: str, group: Sequence[FedBatch], before: PyTree, *, train: bool) -> TracedStep:
+        """Checks batches, and waits until a step may be dispatched; raises the error of a failed step that `before`, the results of earlier ones, depends on."""
         traced = self.dry_run.traced_step(train=train)
         if traced.scalar_loss:
             for fed in group:
                 if fed.num_real < fed.num_rows:
                     raise _scalar_loss_error(fed.num_real, fed.num_rows)
         self.preparation.check_shapes(verb, group[0])
-        self._in_flight.make_room(traced)
+        if not self._in_flight.make_room(traced):
+            jax.block_until_ready(before)
         return traced
 
     def _fed(self, group: Sequence[FedBatch], size: int) -> tuple[Any, ...]:
@@ -163,7 +164,7 @@ class Program:
 
         `carry` is from `eval_carry`. The call is compiled for `size` batches: 1, or the result of `preparation.group_for`, which adds a leading axis to rows.
         """
-        traced = self._admit("evaluate", group, train=False)
+        traced = self._admit("evaluate", group, (carry.leaves, sums), train=False)
         function = self._function("evaluate" if size == 1 else "evaluate group", carry)
         sums, vector, rows = function(carry.leaves, carry.key, sums, *self._fed(group, size))
         values = Values(traced.places, vector)
@@ -229,12 +230,12 @@ class Preparation:
     def __init__(self, task: Task, steps: CompiledSteps, dry_run: DryRun, is_eager: Callable[[], bool]) -> None:
         self._task, self._strategy = task, task.strategy
         self._steps, self._dry_run, self._is_eager = steps, dry_run, is_eager
-        # Batches per call of dry-run evaluations and predictions, by kind, shapes, and whether the batch is a single one.
-        self._group_sizes: dict[tuple[str, str, bool], int] = {}
-        self._costs: dict[str, Cost] = {}  # Of the forward pass, by shapes of a training batch.
+        # Batches per call of dry-run evaluations and predictions, by kind, `shapes_key`, and whether the batch is a single one.
+        self._group_sizes: dict[tuple[str, Any, bool], int] = {}
+        self._costs: dict[Any, Cost] = {}  # Of the forward pass, by shapes of a training batch.
         # Training compilations by shapes, steps per call and what is kept; and the key of the last one prepared.
-        self._compilations: dict[tuple[str, int, Keep], Compilation] = {}
-        self._prepared: tuple[str, int, Keep] | None = None
+        self._compilations: dict[tuple[Any, int, Keep], Compilation] = {}
+        self._prepared: tuple[Any, int, Keep] | None = None
         self._compiled = {verb: CompiledShapes(verb) for verb in ("train on", "evaluate", "predict")}
         self._is_eval_model_checked = not task.model.has_eval_model
         self._is_eval_model_for_other_inputs = False  # Whether it could not be initialized on a batch, so that `predict` has to check it.
@@ -251,12 +252,13 @@ class Preparation:
             self._dry_run.step_eagerly(state, self._strategy.feed(batch), train=True)
             return
         feed = self._begin_call("train on", batch, is_single)
-        shapes = str(feed)
-        self._prepared = prepared = shapes, steps_per_call, keep
+        shapes = shapes_key(feed)
+        prepared = shapes, steps_per_call, keep
         if prepared not in self._compilations:
             self._costs[shapes] = self._dry_run.step(state, feed, train=True)
             kind = train_kind(self._strategy, steps_per_call, steps_per_call)
             self._compilations[prepared] = self._compile(kind, Carry.of(state), batch, steps_per_call, train=True, keep=keep)
+        self._prepared = prepared
 
     def evaluate(self, state: TrainState, batch: Batch, *, is_single: bool = False) -> None:
         """Dry-runs an evaluation and begins to compile it; arguments and errors as in `train`."""
@@ -266,7 +268,7 @@ class Preparation:
             self._warn_of_mode()
             return
         feed = self._begin_call("evaluate", batch, is_single)
-        seen = "evaluate", str(feed), is_single
+        seen = "evaluate", shapes_key(feed), is_single
         if seen not in self._group_sizes:
             cost = self._dry_run.step(state, feed, train=False)
             size = 1 if is_single else self._choose_group_size(cost, batch)
@@ -282,7 +284,7 @@ class Preparation:
             self._warn_of_mode()
             return
         feed = self._begin_call("predict", batch, is_single)
-        seen = "predict", str(feed.x), is_single
+        seen = "predict", shapes_key(feed.x), is_single
         if seen not in self._group_sizes:
             outputs, cost, _ = self._dry_run.outputs(state, batch, train=False)
             _check_rows(outputs, (self._strategy.rows_of(batch) // self._strategy.num_replicas,), is_counted=is_counted)
@@ -342,7 +344,7 @@ class Preparation:
         if self._is_eager():
             return 1
         feed = self._shapes_of(batch)
-        return self._group_sizes[kind, str(feed if kind == "evaluate" else feed.x), False]
+        return self._group_sizes[kind, shapes_key(feed if kind == "evaluate" else feed.x), False]
 
     def is_new(self, question: str) -> bool:
         """Returns whether this is called with `question` for the first time, so that each warning is given once per program."""

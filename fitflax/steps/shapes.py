@@ -20,7 +20,7 @@ from fitflax.metrics import Metric
 from fitflax.metrics.base import metric_direction
 from fitflax.parallel.placement import Form
 from fitflax.parallel.strategy import Layout
-from fitflax.state import Batch, PyTree, TrainState, shapes_in
+from fitflax.state import Batch, PyTree, TrainState, shapes_in, shapes_key
 from fitflax.steps.compile import without_full_collections
 from fitflax.steps.gradients import SCALAR, Notes
 from fitflax.steps.outputs import EvalSums, Returned, TrainSums, collects, computed, summed
@@ -80,7 +80,7 @@ class DryRun:
     def __init__(self, task: Task, is_eager: Callable[[], bool]) -> None:
         self._task, self._strategy, self.is_eager = task, task.strategy, is_eager
         self._steps: dict[bool, TracedStep] = {}
-        self._outputs: dict[tuple[str, bool], TracedOutputs] = {}
+        self._outputs: dict[tuple[Any, bool], TracedOutputs] = {}
         self._seen_outputs: dict[bool, TracedOutputs] = {}  # Those that the dry runs of steps found, by mode.
 
     def traced_step(self, *, train: bool) -> TracedStep:
@@ -185,7 +185,7 @@ class DryRun:
     def outputs(self, state: TrainState, batch: Batch, *, train: bool) -> TracedOutputs:
         """Returns the results of tracing the module on one replica's rows of a batch, cached by the shapes of its inputs."""
         feed = self._strategy.abstract_feed(batch)
-        if (seen := (str(shapes_in(feed.x)), train)) not in self._outputs:
+        if (seen := (shapes_key(feed.x), train)) not in self._outputs:
             self._outputs[seen] = self._trace_outputs(state, feed, train)
         return self._outputs[seen]
 

@@ -170,7 +170,7 @@ class Task(ForwardPass):
         params = _with_leaves(state.params, self.strategy.agree(forward.params)) if forward.params else state.params
         updates, opt_state = self.optimizer.update(grads, state.opt_state, params, value=loss, grad=grads, **functions)
         step, params = state.step + 1, optax.apply_updates(params, updates)
-        model_state = self.strategy.unify(forward.model_state) if unify else forward.model_state
+        model_state = self.strategy.unify(forward.model_state, state.model_state) if unify else forward.model_state
         metrics = self._reduce_metrics({key: forward.metrics[key] for key in notes.order})
         norm = optax.tree.norm(grads).astype(jnp.float32) if keep.norm else UNKNOWN_NORM
         is_norm_finite = jnp.isfinite(norm) if keep.norm else jnp.bool_(True)
@@ -220,7 +220,8 @@ class Task(ForwardPass):
         kept = {name: tree for name, tree in new_state.model_state.items() if name not in self.transient}
         # A custom step may not have synchronized the replicas.
         params, opt_state = self.strategy.agree((new_state.params, new_state.opt_state))
-        new_state = dataclasses.replace(state, step=state.step + 1, params=params, opt_state=opt_state, model_state=self.strategy.unify(kept))
+        collections = self.strategy.unify(kept, state.model_state)
+        new_state = dataclasses.replace(state, step=state.step + 1, params=params, opt_state=opt_state, model_state=collections)
         return same_types(new_state, state), metrics
 
     def eval_step(self, params: PyTree, model_state: dict[str, PyTree], key: jax.Array, sums: EvalSums, batch: Batch) -> tuple[EvalSums, dict[str, Metric]]:
@@ -429,6 +430,18 @@ class EnsembleTask(Task):
         values = [mean_loss, norm.mean(), since.astype(jnp.float32), culprit.astype(jnp.float32)]
         merged = _metrics(after.metrics, _members(sums.metrics))
         return new_state, TrainSums(merged, since, culprit), values, {}, Kept(grads, sown, suspects[-1])
+
+    @override
+    def suspects(self, state: TrainState, batch: Batch) -> list[tuple[str, jax.Array]]:
+        names: list[str] = []
+
+        def values_of(state: TrainState) -> list[jax.Array]:
+            names[:], values = zip(*Task.suspects(self, state, batch), strict=True)
+            return list(values)
+
+        run: Any = jax.vmap(values_of, in_axes=(_axes(state),))
+        values = run(state)  # Fills `names`.
+        return list(zip(names, values, strict=True))
 
     @override
     def eval_step(self, params: PyTree, model_state: dict[str, PyTree], key: jax.Array, sums: EvalSums, batch: Batch) -> tuple[EvalSums, dict[str, Metric]]:

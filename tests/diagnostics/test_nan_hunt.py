@@ -59,6 +59,14 @@ def test_the_step_the_leaf_and_the_layer_are_named(devices, options):
     assert str(report).splitlines()[0] == "Step 3: the loss is not finite."
 
 
+def test_the_layer_is_named_for_an_ensemble():
+    trainer = fitflax.Trainer(Net(), parallel=DataParallel(jax.devices()[:1]), ensemble=2)
+    trainer.compile("adam", LOSS)
+    report = trainer.hunt_nan(with_bad_example(9), Y, batch_size=8, shuffle=False)
+    assert (report.step, report.culprit) == (2, "the loss")
+    assert [(origin.operation, origin.layer) for origin in report.origins] == [("sqrt", "Net")]
+
+
 def test_a_run_without_faults_has_no_report():
     assert make_trainer().hunt_nan(X, Y, batch_size=8) is None
 

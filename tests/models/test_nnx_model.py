@@ -525,6 +525,17 @@ def test_lora_trains_only_its_own_parameters(tmp_path):
     np.testing.assert_array_equal(model.base.kernel[...], base.model.layers[0].kernel[...])
 
 
+@pytest.mark.mostly_slow
+@pytest.mark.parametrize("options", [{}, {"accumulate_steps": 2}], ids=["plain", "accumulated"])
+def test_frozen_parameters_stay_bit_for_bit_identical_on_several_devices(options):
+    model = nnx.LoRALinear(4, 64, lora_rank=2, rngs=nnx.Rngs(0))
+    trainer = fitflax.Trainer(model, parallel=DataParallel(jax.devices()[:3]), trainable=nnx.LoRAParam)
+    trainer.compile("sgd", "mse", **options)
+    before = jax.tree.map(np.array, trainer.state.model_state["frozen"])
+    trainer.train_on_batch((X[:6], np.zeros((6, 64), np.float32)))
+    jax.tree.map(np.testing.assert_array_equal, trainer.state.model_state["frozen"], before)
+
+
 def test_a_variable_with_a_named_sharding_has_its_axis_names():
     mesh = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4], axis_types=(jax.sharding.AxisType.Auto,))
     model = nnx.Linear(4, 3, rngs=nnx.Rngs(0))

@@ -594,6 +594,23 @@ def test_a_snapshot_of_arrays_on_several_devices_has_one_copy_of_each_shard():
         np.testing.assert_array_equal(np.asarray(copy), whole)
 
 
+def test_a_state_that_is_split_after_its_restore_is_saved_whole(tmp_path):
+    def make() -> fitflax.Trainer:
+        strategy = Sharded({"data": 2, "model": 2}, rules=RULES, devices=jax.devices()[:4])
+        trainer = fitflax.Trainer(nn.Dense(8, kernel_init=named("embed", "mlp")), parallel=strategy)
+        trainer.compile("adam", "mse")
+        return trainer
+
+    x, y = np.ones((8, 4), np.float32), np.ones((8, 8), np.float32)
+    first, trained, again = make(), make(), make()
+    first.build((x, y))
+    trained.restore(first.save(tmp_path / "saved"))  # Without build, so its arrays are split when the first batch shows their axis names.
+    trained.fit(x, y, callbacks=[ModelCheckpoint(tmp_path / "run")], verbose=0)
+    again.build((x, y))
+    again.restore(tmp_path / "run")
+    assert_equal(again.state, trained.state)
+
+
 @pytest.mark.slow
 def test_a_state_without_split_arrays_is_copied_without_waiting():
     for strategy, waits in ((Sharded({"data": 8}, fsdp=False), False), (fsdp(), True)):

@@ -1,9 +1,13 @@
 """Batches and outputs of several steps in one call, and how many steps are in flight."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from flax import linen as nn
 
+import fitflax
 from fitflax.data.batch import full_mask
 from fitflax.parallel import DataParallel
 from fitflax.parallel.transfer import InFlight
@@ -70,3 +74,43 @@ def test_more_steps_are_in_flight_if_they_are_short():
         alone.make_room("short")
         alone.add(Step(number, 0.0), num_bytes=1)
     assert len(alone._pending) <= 2
+
+
+def test_steps_that_failed_are_forgotten_after_the_next_wait():
+    class Step:
+        def __init__(self, *, fails: bool) -> None:
+            self.fails = fails
+
+        def wait(self) -> None:
+            if self.fails:
+                raise RuntimeError("failed")
+
+    steps, found = InFlight(2), []
+    for number in range(20):
+        found.append(steps.make_room())
+        steps.add(Step(fails=number < 2), num_bytes=1)
+    assert found == [True, True, False] + [True] * 17 and len(steps._pending) <= 2
+
+
+def test_a_step_that_fails_on_the_devices_ends_its_own_run_and_no_other(devices):
+    strategy, is_broken = DataParallel(devices(1)), [True]
+
+    def check(values):
+        if is_broken[0]:
+            raise ValueError("broken")
+        return values
+
+    def loss(outputs, targets):
+        checked = jax.pure_callback(check, jax.ShapeDtypeStruct(outputs.shape, outputs.dtype), jax.lax.stop_gradient(outputs), vmap_method="sequential")
+        return jnp.mean((outputs - targets) ** 2 + 0 * checked, axis=-1)
+
+    x = np.ones((32, 2), np.float32)
+    first, second = (fitflax.Trainer(nn.Dense(2), parallel=strategy) for _ in range(2))
+    first.compile(optax.sgd(0.1), loss)
+    second.compile(optax.sgd(0.1), "mse")
+    with pytest.raises(jax.errors.JaxRuntimeError, match="broken"):
+        first.fit(x, x, batch_size=2, verbose=0)
+    is_broken[0] = False
+    second.fit(x, x, batch_size=2, verbose=0)
+    second.evaluate(x, x, batch_size=2, verbose=0)
+    assert second.step == 16

@@ -16,7 +16,7 @@ from fitflax.callbacks import ModelCheckpoint, TerminateOnNaN
 from fitflax.errors import ConfigError, FitflaxWarning, RestoreError
 from fitflax.parallel import DataParallel
 from fitflax.state import Batch
-from fitflax.steps.optimizer import FIRST_SCALE, MAX_SCALE, PATIENCE, LossScaled, with_loss_scale
+from fitflax.steps.optimizer import FIRST_SCALE, MAX_SCALE, PATIENCE, LossScaled, unscaled, with_loss_scale
 from tests.run_script import differences, rows_of, state_of
 
 Devices = Callable[[int], list[jax.Device]]
@@ -259,6 +259,11 @@ def test_consecutive_good_steps_double_the_scale_up_to_a_limit():
     assert after(nearly, bad) == (FIRST_SCALE / 2, 0)
     assert after(nearly._replace(scale=jnp.float32(MAX_SCALE)), good) == (MAX_SCALE, 0)
     assert after(state._replace(scale=jnp.float32(1)), bad) == (1.0, 0)
+
+
+def test_gradients_in_float16_are_divided_by_scales_that_are_too_large_for_float16():
+    grads = unscaled({"w": jnp.ones(1, jnp.float16)}, jnp.float32(2**16))
+    assert grads["w"].dtype == jnp.float16 and float(grads["w"][0]) == 2**-16
 
 
 def test_a_skipped_step_does_not_end_a_run_but_a_loss_that_is_not_finite_does(devices: Devices):
