@@ -98,11 +98,9 @@ def _returned_source(made: Any, options: DataOptions) -> Source:
     if (source := _library_source(made, options)) is not None:
         return source
     check_not_sparse(made, f"{options.name}()")
-    has_batches = isinstance(made, list) or (type(made) is tuple and all(isinstance(part, tuple | list | dict) for part in made))
+    has_batches = isinstance(made, list) or (type(made) is tuple and all(isinstance(part, tuple | list | dict) or is_structure(part) for part in made))
     if not has_batches and is_in_memory(made):
-        raise DataError(
-            f"The function `{options.name}` returned arrays (a {type(made).__name__}). Pass the arrays directly, or yield batches from the function."
-        )
+        raise DataError(f"The function `{options.name}` returned arrays (a {type(made).__name__}). Pass the arrays directly, or return an iterator of batches.")
     return SequenceSource.adapt(made, options) or IterableSource(made, options)
 
 

@@ -207,7 +207,8 @@ def to_numpy(tree: PyTree, *, name: str) -> PyTree:
         where = name + jax.tree_util.keystr(path)
         if isinstance(leaf, jax.Array):
             return leaf
-        check_not_sparse(leaf, where)
+        if not isinstance(leaf, np.ndarray):
+            check_not_sparse(leaf, where)
         if isinstance(leaf, np.ma.MaskedArray) and np.ma.is_masked(leaf):
             raise DataError(f"{where} has missing values: it is a masked array. Fill them in, for example with {where}.filled(0).")
         try:

@@ -311,8 +311,9 @@ class Feed:
 
 def _copied(leaf: Any) -> Any:
     """Returns a copy of an array or a tensor as an array, because a loader may reuse one buffer, which a step may still be reading."""
-    array = torch_batch(leaf) if is_tensor(leaf) else leaf
-    return array.copy() if isinstance(array, np.ndarray) else array
+    if isinstance(leaf, np.ndarray):
+        return leaf.copy()
+    return np.array(torch_batch(leaf)) if is_tensor(leaf) else leaf
 
 
 def _structure_and_shapes(batch: Batch) -> tuple[Any, list[tuple[Any, Any]]]:

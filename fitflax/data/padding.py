@@ -184,6 +184,8 @@ class Batcher:
             weights = weights.astype(jnp.float32) if isinstance(weights, jax.Array) else np.asarray(weights, np.float32)
         if self._class_weight is not None:
             by_class = class_weights_of(y, self._class_weight)
+            if isinstance(weights, jax.Array):
+                by_class = jax.device_put(by_class)
             weights = by_class if weights is None else weights * by_class.reshape(-1, *(1,) * (weights.ndim - 1))
         return Triple(x, y, weights)
 

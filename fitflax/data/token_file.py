@@ -103,7 +103,7 @@ class TokenFile:
         except (OSError, ValueError) as error:
             raise DataError(f"The tokens in {self.path} cannot be read: {error}.") from error
         if self.dtype is not None and tokens.dtype != np.dtype(self.dtype):
-            raise ConfigError(f"{self.path} is a .npy file of dtype {tokens.dtype.name}. Leave out dtype. Received: {self.dtype!r}.")
+            raise ConfigError(f"{self.path} is a .npy file of dtype {tokens.dtype.str}. Leave out dtype. Received: {self.dtype!r}.")
         if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
             raise DataError(f"{self.path} must hold a one-dimensional array of integers. Received: {tokens.dtype.name}{list(tokens.shape)}.")
         return tokens

@@ -40,8 +40,8 @@ class DataParallel(Strategy):
         devices: Devices to use; by default all, including those of other processes.
         axis_name: Axis name for collectives inside the module.
         reduce: How to make each mutable collection equal on all replicas after a step, by name: `"mean"`, `"sum"`, `"max"`, or a function
-            `(array, axis_name) -> array`. By default floating-point values are averaged and others take the value of replica 0; arrays that the step does
-            not change are kept. The default of Flax's `_overwrite_with_gradient` is `"max"`.
+            `(array, axis_name) -> array`. By default floating-point values are averaged and others take the value of replica 0. Arrays that a step returns
+            as they were, outside of `nn.remat` and `nn.scan`, are kept. The default of Flax's `_overwrite_with_gradient` is `"max"`.
         combine_whole_batches: Whether a step takes one batch for each of N devices if batches are passed whole, as graphs are. An update is then that of N
             consecutive batches, so it depends on N. Otherwise, training on several devices with such batches is an error, and evaluation and prediction
             take one at a time.

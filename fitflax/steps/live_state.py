@@ -177,7 +177,7 @@ class EvalParams:
 
     def function_of(self, state: TrainState) -> EvalParamsFn | None:
         """Returns the function that gets the parameters for evaluation from the optimizer state; `None` if they do not depend on it."""
-        if type(state.opt_state) is tuple and not state.opt_state:  # An InferenceState already has them.
+        if type(state.opt_state) is tuple and not state.opt_state:  # An InferenceState already has them, and an optimizer without a state has no averages.
             return None
         if self._is_schedule_free is None:  # The structure of the optimizer state is the same for all states of a program.
             self._is_schedule_free = bool(_schedule_free_states(self._opt_state_of(state)))

@@ -145,7 +145,7 @@ def scaled_state(opt_state: PyTree) -> LossScaled:
 
 
 def unscaled(grads: PyTree, scale: jax.Array) -> PyTree:
-    """Returns the gradient of the loss, given that of the loss times `scale`; exact, because the scale is a power of two."""
+    """Returns the gradient of the loss, given that of the loss times `scale`; exact up to underflow, because the scale is a power of two."""
 
     def one(grad: jax.Array) -> jax.Array:
         wide = jnp.promote_types(grad.dtype, scale.dtype)  # Large scales are infinite in float16.

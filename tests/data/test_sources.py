@@ -170,7 +170,7 @@ def test_a_function_that_does_not_return_an_iterable_is_an_error():
 
 @pytest.mark.parametrize("made", [np.ones((3, 2)), (np.ones((3, 2)), np.ones(3)), {"a": np.ones(3)}, ((np.ones(3), np.ones(3)), np.ones(3))])
 def test_a_function_that_returns_arrays_is_an_error(made: object):
-    with pytest.raises(DataError, match=rf"The function `data` returned arrays \(a {type(made).__name__}\)\. Pass the arrays directly, or yield batches"):
+    with pytest.raises(DataError, match=rf"The function `data` returned arrays \(a {type(made).__name__}\)\. Pass the arrays directly, or return an iterator"):
         adapt(lambda: made).open(Position())
 
 
