@@ -131,7 +131,7 @@ def test_bad_files_and_arguments_are_errors(path, tmp_path):
     cases = [
         (lambda: TokenFile(path, 0, "uint16"), ConfigError, r"length=\.\.\.\) must be a positive integer. Received: 0"),
         (lambda: TokenFile(path, 4), ConfigError, r"train\.bin is not a \.npy file, so TokenFile needs a dtype\. .* TokenFile\(path, length, dtype='uint16'\)"),
-        (lambda: TokenFile(path.with_suffix(".npy"), 4, "uint16"), ConfigError, r"npy file of dtype int64\. Leave out dtype\. Received: 'uint16'"),
+        (lambda: TokenFile(path.with_suffix(".npy"), 4, "uint16"), ConfigError, r"npy file of dtype <i8\. Leave out dtype\. Received: 'uint16'"),
         (lambda: TokenFile(tmp_path / "none.npy", 4), DataError, r"none\.npy cannot be read: .*No such file"),
         (lambda: TokenFile(tmp_path / "odd.bin", 4, "uint16"), DataError, r"odd\.bin cannot be read"),
         (lambda: TokenFile(tmp_path / "floats.npy", 4), DataError, r"must hold a one-dimensional array of integers. Received: float64\[9\]"),
