@@ -138,7 +138,7 @@ class Program:
         return Trained(Carry(leaves, carry.treedef, carry.key), sums, values, rows, kept)
 
     def _admit(self, verb: str, group: Sequence[FedBatch], before: PyTree, *, train: bool) -> TracedStep:
-        """Checks batches, and waits until a step may be dispatched; raises the error of a failed step that `before`, the results of earlier ones, depends on."""
+        """Checks batches, and waits until a step may be dispatched. If a step has failed, and the results of earlier ones, `before`, depend on it, raises."""
         traced = self.dry_run.traced_step(train=train)
         if traced.scalar_loss:
             for fed in group:
