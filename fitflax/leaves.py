@@ -196,7 +196,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Sequence) and not isinstance(value, bytes):
         return [_plain(item) for item in value]
     if isinstance(value, Set):  # Sorted, because the order of strings in a set is different in each process.
-        return sorted(map(_plain, value), key=repr)
+        return sorted(map(_plain, value), key=lambda item: (0, item, "") if isinstance(item, int | float) else (1, 0, repr(item)))
     if not isinstance(value, type) and callable(getattr(value, "to_dict", None)):
         return _plain(value.to_dict())
     return _text(value)

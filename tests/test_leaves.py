@@ -45,7 +45,10 @@ class Foreign:
         (collections.OrderedDict({1: {"a": [Foreign(), True]}}), {"1": {"a": [{"depth": 2}, True]}}),
         (Foreign(), {"depth": 2}),
         ({"rate": float("inf"), "type": np.float32, "one": np.float32(1), "bytes": b"a"}, {"rate": "inf", "type": "float32", "one": "1.0", "bytes": "b'a'"}),
-        ({"layers": {"b", "a", "c"}, "mixed": frozenset({"1", 1, (2,)})}, {"layers": ["a", "b", "c"], "mixed": ["1", 1, [2]]}),
+        (
+            {"layers": {"b", "a", "c"}, "mixed": frozenset({"1", 1, (2,)}), "sizes": {16, 8}},
+            {"layers": ["a", "b", "c"], "mixed": [1, "1", [2]], "sizes": [8, 16]},
+        ),
         (None, {}),
     ],
     ids=["dataclass", "namespace", "mapping", "to_dict", "texts", "sets", "none"],

@@ -6,6 +6,7 @@ import functools
 import os
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -17,6 +18,7 @@ from fitflax.callbacks.model_checkpoint import StoreCallback
 from fitflax.checkpoints.checkpoint import Checkpoint
 from fitflax.checkpoints.checkpoint_files import FOR_INFERENCE
 from fitflax.checkpoints.restore import restore_tree
+from fitflax.checkpoints.shard_format import wait_until_visible
 from fitflax.errors import CheckpointError, warn
 from fitflax.logs import Logs
 from fitflax.parallel.placement import count_processes
@@ -201,15 +203,18 @@ class BestCheckpoint(StoreCallback):
 
     @override
     def on_train_end(self, logs: Mapping[str, Any]) -> None:
-        self._in_fit = False
+        self._in_fit, failure_before, self._failure_before = False, self._failure_before, None
         if not self.restore_best:
             return
-        self.wait()
+        self._wait_for_saves(self._saver)
         step = self.best_step
         # A state that is not split is saved by process 0 alone, so the others wait for it here. After a failure, not all processes may get here.
-        if jax.process_count() > 1 and failure_since(self._failure_before) is None and count_processes(self.trainer.state.step.devices()) > 1:
+        if jax.process_count() > 1 and failure_since(failure_before) is None and count_processes(self.trainer.state.step.devices()) > 1:
             step = exchange(step, "the best checkpoint")[0]
         if step is not None and has_state(self.trainer):  # Otherwise, do not hide the error that ended the run.
+            path = self.store.path(step)
+            if jax.process_index() and isinstance(path, Path):
+                wait_until_visible(path)
             saved, state = self.store.restore(step, FOR_INFERENCE), self.trainer.state
             names = ("params", "model_state") if state.ema_params is None else ("params", "model_state", "ema_params")
             where, impls = str(saved.path), saved.metadata["key_impls"]

@@ -1,6 +1,7 @@
 """`ModelCheckpoint`: saves checkpoints from which a run can be resumed. `StoreCallback` is the base class of callbacks that save the run."""
 
 import contextlib
+import functools
 import os
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
@@ -15,6 +16,8 @@ from fitflax.checkpoints.save import save_run
 from fitflax.checkpoints.saver import Saver
 from fitflax.errors import CallbackError, CheckpointError, DirectoryInUseError, integer_of, warn
 from fitflax.logs import Logs
+from fitflax.parallel.placement import spans_processes
+from fitflax.parallel.processes import after_first
 from fitflax.storage import Location
 from fitflax.triggers import Trigger
 from fitflax.triggers import every as make_every
@@ -66,7 +69,7 @@ class StoreCallback(Callback):
     def enter_run(self, saver: Saver) -> None:
         self._saver = saver
         # It is unknown whose save failed. If this callback raises errors, it must receive the error before one that only warns.
-        saver.before_close.insert(0 if self.on_save_error == "raise" else len(saver.before_close), self.wait)
+        saver.waits.insert(0 if self.on_save_error == "raise" else len(saver.waits), functools.partial(self._wait_for_saves, saver))
         self.store.lock(saver)
 
     @override
@@ -86,7 +89,11 @@ class StoreCallback(Callback):
         if checkpoint.run.saver is not self._saver:
             self.enter_run(checkpoint.run.saver)
             if not continues:
-                self.open_run(checkpoint.run_id, checkpoint.run.position.moment.start_step)
+                open_run = functools.partial(self.open_run, checkpoint.run_id, checkpoint.run.position.moment.start_step)
+                if spans_processes(checkpoint.run.borrow()):  # Otherwise, the function may be called only in process 0.
+                    after_first(open_run)
+                else:
+                    open_run()
 
     def _save(self, checkpoint: Checkpoint, keep: Collection[int]) -> None:
         with self._warn_on_failure():
@@ -104,15 +111,15 @@ class StoreCallback(Callback):
                 self._saver.has_lost = True  # Some of the checkpoints to keep may be missing, so nothing is deleted from now on.
             warn(f"A checkpoint could not be saved. Training continues without it. {error}")
 
-    def wait(self) -> None:
-        """Waits for all saves of the run. If one failed, raises the error or, if `on_save_error` is `"warn"`, warns of it."""
-        if self._saver is not None:
+    def _wait_for_saves(self, saver: Saver | None) -> None:
+        """Waits for all saves of a run. If one failed, raises the error or, if `on_save_error` is `"warn"`, warns of it."""
+        if saver is not None:
             with self._warn_on_failure():
-                self._saver.wait()
+                saver.wait()
 
     @override
     def close(self) -> None:
-        self.wait()
+        self._wait_for_saves(self._saver)
 
 
 class ModelCheckpoint(StoreCallback):
@@ -196,7 +203,7 @@ class ModelCheckpoint(StoreCallback):
         """Saves a checkpoint whether `every` fires or not, unless its step is already saved, and waits until it is complete."""
         if checkpoint.step not in self._steps:
             self.on_checkpoint(checkpoint)
-        self.wait()
+        self._wait_for_saves(self._saver)
 
     def _steps_to_keep(self, steps: list[int]) -> list[int]:
         newest = set(steps if self.keep is None else steps[-self.keep :])

@@ -32,7 +32,7 @@ PROCESS = secrets.token_hex(4)
 _ENCODE = json.JSONEncoder(allow_nan=False).encode
 _LAST_MEMBER = re.compile(rb'  "crc32": (\d+)\n}\n\Z')
 # Errors of file systems that cannot sync a directory, such as some network file systems.
-_UNSUPPORTED = {errno.EINVAL, errno.ENOTSUP, errno.EBADF}
+_UNSUPPORTED = {errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF}
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 

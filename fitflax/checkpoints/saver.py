@@ -7,6 +7,7 @@ would be without a thread: a checkpoint must not outlive another one that it ref
 
 import atexit
 import concurrent.futures.thread  # noqa: F401 (imported before `_wait_for_all` is registered)
+import contextlib
 import dataclasses
 import functools
 import math
@@ -72,7 +73,7 @@ class Saver:
         self._is_abandoned = self._is_detached = False
         self.failure: BaseException | None = None  # The exception of a job that was not reported yet.
         self.has_lost = False  # Whether any save failed, reported or not.
-        self.before_close: list[Callable[[], None]] = []  # Called by `close`. They wait for all jobs, and may report a failure as a warning.
+        self.waits: list[Callable[[], None]] = []  # Those of the callbacks that save. They wait for all jobs, and may report a failure as a warning.
         self.memory = ReusedMemory()  # For snapshots; released when the saver ends.
         self.device_room = DeviceRoom()
 
@@ -147,11 +148,15 @@ class Saver:
         self.memory.release()
         _WORKING.discard(self)
 
+    def wait_as_callbacks(self) -> None:
+        """Waits for all jobs. The exception of a failed job is raised, or reported as a warning, as the callbacks that save demand."""
+        for wait in self.waits:
+            wait()
+
     def close(self) -> None:
-        """Calls `before_close`, waits for all jobs, unlocks the directories, and raises the exception of a failed job."""
+        """Waits for all jobs, unlocks the directories, and raises the exception of a failed job unless a callback reports it as a warning."""
         try:
-            for wait in self.before_close:
-                wait()
+            self.wait_as_callbacks()
             self.wait()
         finally:
             self._thread.end(wait=not self._is_abandoned)
@@ -221,7 +226,8 @@ _WORKING: "weakref.WeakSet[Saver]" = weakref.WeakSet()
 
 def _wait_for_all() -> None:
     for saver in list(_WORKING):
-        saver.wait_until_idle()
+        with contextlib.suppress(RuntimeError):  # A thread can no longer be started. `_finish_all` warns of the save.
+            saver.wait_until_idle()
 
 
 # Python calls these functions in reverse order, before those of `atexit`. `concurrent.futures` has one, after which Orbax can no longer save. This one only

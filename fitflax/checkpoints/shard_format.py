@@ -206,7 +206,7 @@ class CollectiveSave:
             self._fault = "; ".join(faults)
             raise CheckpointError(f"Nothing was saved, because not all processes could write their shards: {self._fault}. {_INTACT}")
         for name, entry in files.items():
-            _wait_for(path.parent / name, entry["bytes"])
+            wait_until_visible(path.parent / name, entry["bytes"])
         return files
 
     def _plan(self, path: str | None) -> None:
@@ -226,7 +226,7 @@ class CollectiveSave:
             path = self._read("plan", WRITING_SECONDS)["path"]
             try:
                 if path is not None and place is None:
-                    _wait_for(Path(path))
+                    wait_until_visible(Path(path))
                 if path is not None:
                     self._post(f"part/{index}", {"files": write(Path(path) if place is None else place / path.rpartition("/")[2])})
             except Exception as error:
@@ -277,7 +277,7 @@ def _reason(error: BaseException) -> str:
     return (str(error) or type(error).__name__).removesuffix(_INTACT).rstrip(" .")
 
 
-def _wait_for(path: Location, num_bytes: int | None = None) -> None:
+def wait_until_visible(path: Location, num_bytes: int | None = None) -> None:
     """Waits until a file of this size, or a directory, is visible here."""
     end = time.monotonic() + APPEARING_SECONDS
     while True:

@@ -98,7 +98,7 @@ class RayReport(Callback):
         self._last = _numbers(checkpoint.step, checkpoint.logs) | {"step": checkpoint.step, "epoch": checkpoint.epoch + int(checkpoint.epoch_ends)}
         is_trial = _is_trial()
         if self.checkpoint is not None:
-            self.checkpoint.wait()  # The checkpoint of these values may still be being written.
+            checkpoint.run.saver.wait_as_callbacks()  # The checkpoint of these values may still be being written.
         self._report(is_trial)
         if not is_trial:
             self._save_before_preemption(checkpoint)

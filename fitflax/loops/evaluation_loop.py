@@ -253,14 +253,17 @@ def predict_iter(session: Session, source: Source, *, steps: int | None) -> Gene
     live = session.state.need("predict_iter")
     state, version, program, feeder = live.lend(), live.version, session.task.any_program(), session.task.feeder
 
+    def get_state() -> TrainState:
+        # The check of the first batch replaces a restored state by an equal one, whose placement may differ.
+        is_same = live.version == version or session.state.checked_versions == (version, live.version)
+        return live.lend() if is_same else state
+
     def iterate() -> Generator[PyTree, None, None]:
-        is_current = live.version == version
         with contextlib.closing(feeder.prediction(source)) as feed:
             # Not `undisturbed`, because the caller may draw random numbers between two batches. It costs half a millisecond per batch, and reading
             # arrays draws no random numbers.
             reading = contextlib.nullcontext if isinstance(source, ArraySource) else _IsolatedRandomState().entered
-            # If nothing has replaced the state since the call, use the live state, whose placement may have changed when the first batch was checked.
-            yield from _predictions(program, session, lambda: live.lend() if is_current else state, feed, steps, CallbackList(), reading=reading)
+            yield from _predictions(program, session, get_state, feed, steps, CallbackList(), reading=reading)
 
     return iterate()
 

@@ -75,6 +75,7 @@ class SessionState:
         self._pending: Saved | None = None  # A checkpoint whose optimizer state is restored once compile() gives an optimizer.
         self._casts = False  # Whether that restore converts floating dtypes once the module's are known.
         self._unchecked_source: str | None = None  # The source of a state that was restored before the module's shapes were known.
+        self.checked_versions: tuple[int, int] | None = None  # Versions of the live state before and after that check.
         self._built_from: Batch | None = None  # Shapes of a batch that the state is known to fit.
 
     @property
@@ -401,6 +402,7 @@ class SessionState:
         if self._unchecked_source is None:
             return
         live = self.need("restore")
+        before = live.version
         target = self._task.any_program().initial_state.shapes(self.key, batch)
         if self.is_serving:
             target = dataclasses.replace(target, opt_state=())
@@ -419,6 +421,7 @@ class SessionState:
                 moved = jax.tree.unflatten(treedef, self._strategy.move(leaves, jax.tree.leaves(placed)))
             live.replace(moved, int(moved.step))
         self._built_from, self._unchecked_source = self.sample, None
+        self.checked_versions = before, live.version
 
     # -- other states --
 

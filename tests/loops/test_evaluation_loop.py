@@ -116,6 +116,17 @@ def test_an_error_that_the_first_batch_reveals_is_raised_before_anything_is_yiel
         run(trainer_of(Summed()), X)
 
 
+def test_the_check_of_a_restored_state_by_another_call_does_not_change_the_outputs(tmp_path: pathlib.Path):
+    saved, restored = trainer_of(), fitflax.Trainer(nn.Dense(2, param_dtype=np.float16), parallel=DataParallel(jax.devices()[:1]))
+    path = saved.save(tmp_path / "saved")
+    restored.compile("sgd", "mse", learning_rate=0.1)
+    restored.restore(path, cast=True)
+    one, other = restored.predict_iter(X, batch_size=7), restored.predict_iter(X, batch_size=7)
+    for a, b in zip(one, other, strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert all(leaf.dtype == np.float16 for leaf in jax.tree.leaves(restored.state.params))
+
+
 class Loader:
     """Keeps the iterators that it returns, like a loader with worker processes, so that they end only when they are closed."""
 
