@@ -348,6 +348,7 @@ def test_a_trial_resumes_from_the_url_that_ray_tune_was_given(tmp_path, monkeypa
         jax.tree.map(np.testing.assert_array_equal, trainer.state.params, uninterrupted.state.params)
 
 
+@pytest.mark.slow
 def test_a_report_warns_of_a_failed_save_and_includes_an_earlier_checkpoint(tmp_path, monkeypatch):
     write, given = checkpoint_store.write_checkpoint, []
 
@@ -358,7 +359,9 @@ def test_a_report_warns_of_a_failed_save_and_includes_an_earlier_checkpoint(tmp_
 
     monkeypatch.setattr(checkpoint_store, "write_checkpoint", full)
     monkeypatch.setattr("fitflax.integrations.ray._is_trial", lambda: True)
-    monkeypatch.setattr("ray.tune.report", lambda values, checkpoint: given.append((values["step"], (pathlib.Path(checkpoint.path) / "metadata.json").exists())))
+    monkeypatch.setattr(
+        "ray.tune.report", lambda values, checkpoint: given.append((values["step"], (pathlib.Path(checkpoint.path) / "metadata.json").exists()))
+    )
     checkpoint = ModelCheckpoint(tmp_path, on_save_error="warn")
     with pytest.warns(FitflaxWarning, match="Training continues without it. Could not save .*step_00000016"):
         make_trainer({}).fit(*make_data(), batch_size=32, epochs=2, callbacks=[checkpoint, RayReport(checkpoint=checkpoint)], verbose=0)
