@@ -467,12 +467,12 @@ MISTAKES: dict[str, tuple[Any, type[Exception], str]] = {
     "compile inside fit": (
         lambda: fit(given={"callbacks": [Nested(lambda trainer: trainer.compile("sgd", LABELS))]}),
         ConfigError,
-        "compile() was called while fit() is running, from a callback or another thread. Use another trainer there, or call compile() after fit() has returned.",
+        "compile() was called while fit() is running, from a callback or another thread. Use another trainer there, or call compile() after fit() has returned",
     ),
     "build inside fit": (
         lambda: fit(given={"callbacks": [Nested(lambda trainer: trainer.build((X, Y)))]}),
         ConfigError,
-        "build() was called while fit() is running, from a callback or another thread. Use another trainer there, or call build() after fit() has returned.",
+        "build() was called while fit() is running, from a callback or another thread. Use another trainer there, or call build() after fit() has returned",
     ),
     "an argument that is misspelt": (lambda: fit(given={"batchsize": 8}), TypeError, "Trainer.fit does not take batchsize=. Did you mean 'batch_size'?"),
     "images with the channels first": (

@@ -348,6 +348,7 @@ def test_a_trial_resumes_from_the_url_that_ray_tune_was_given(tmp_path, monkeypa
         jax.tree.map(np.testing.assert_array_equal, trainer.state.params, uninterrupted.state.params)
 
 
+@pytest.mark.slow
 def test_a_report_warns_of_a_failed_save_and_includes_an_earlier_checkpoint(tmp_path, monkeypatch):
     write, given = checkpoint_store.write_checkpoint, []
 

@@ -286,7 +286,7 @@ def test_a_failed_last_save_is_a_warning_if_the_callback_only_warns(kind, tmp_pa
 def test_a_failed_last_save_is_raised_if_any_callback_raises(tmp_path, monkeypatch):
     Writes(monkeypatch, failing=(5,)).opened.set()
     callbacks = [BestCheckpoint(tmp_path / "best", monitor="loss", initial_value=0.0, on_save_error="warn"), ModelCheckpoint(tmp_path / "regular")]
-    with pytest.raises(CheckpointError, match="regular.step_00000005"):
+    with pytest.raises(CheckpointError, match=r"regular.step_00000005"):
         fit(make_trainer(), *callbacks, epochs=1)
 
 
