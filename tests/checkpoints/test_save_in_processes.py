@@ -92,10 +92,9 @@ def test_a_resumed_split_run_is_bit_for_bit_identical_to_an_uninterrupted_run(ki
 
 
 def test_all_processes_ignore_the_checkpoints_of_a_run_that_a_new_one_replaces(resumes, root):
-    first, second = resumes.results("replaced")
-    assert first == second
+    assert [found["best_step"] for found in resumes.results("replaced")] == [5, 5]
     store = CheckpointStore(root / "replaced")
-    assert store.steps() == sorted({2, 4, 5, first["best_step"]}) and not hidden(store.directory)
+    assert store.steps() == [2, 3, 4, 5] and not hidden(store.directory)  # Step 3 was the best one at step 4.
 
 
 def test_all_processes_restore_the_best_checkpoint_once_process_0_has_written_it(resumes, root):
