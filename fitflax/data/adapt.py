@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from fitflax.data.arrays import ArraySource, is_in_memory
-from fitflax.data.batch import FedBatch, Position, Selection, Triple, check_not_sparse, is_instance, is_structure, leaf_paths
+from fitflax.data.batch import FedBatch, Position, Selection, Triple, check_not_sparse, is_instance, is_structure
 from fitflax.data.feed import Feed
 from fitflax.data.padding import Batcher
 from fitflax.data.pipelines import GrainSource, RaySource, StreamSource, TableSource, TensorFlowSource
@@ -72,8 +72,7 @@ def adapt(
         return source
     if is_in_memory(data):
         return ArraySource(data, options)
-    for path, leaf in leaf_paths(data, name):
-        check_not_sparse(leaf, path)
+    check_not_sparse(data, name)
     if is_structure(data) and (isinstance(data, tuple) or not (hasattr(data, "__iter__") or callable(data))):
         raise DataError(f"`{name}` is a pytree (a {type(data).__name__}) with leaves that are not arrays. Convert every leaf to an array.")
     if isinstance(data, str | bytes) or data is None or not (callable(data) or hasattr(data, "__iter__") or hasattr(data, "__getitem__")):
