@@ -191,9 +191,9 @@ def is_instance(data: Any, *kinds: str) -> bool:
 
 
 def check_not_sparse(data: Any, name: str) -> None:
-    """Raises a `DataError` if `data` is a sparse matrix or array of SciPy, or a list, tuple or dict with one."""
-    # Not with JAX's functions for trees, because they warn about iterators.
-    children = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list | tuple) else ()
+    """Raises a `DataError` if `data` is a sparse matrix or array of SciPy, or a tuple or dict with one, or a list that begins with one."""
+    # Not with JAX's functions for trees, because they warn about iterators. A list may hold millions of numbers.
+    children = data.items() if isinstance(data, dict) else enumerate(data[:1] if isinstance(data, list) else data) if isinstance(data, list | tuple) else ()
     for key, child in children:
         check_not_sparse(child, f"{name}[{key!r}]")
     if is_instance(data, "scipy.sparse.spmatrix", "scipy.sparse.sparray"):
