@@ -9,7 +9,7 @@ from flax import linen as nn
 import fitflax
 from fitflax.data.batch import full_mask
 from fitflax.parallel import DataParallel
-from fitflax.parallel.transfer import InFlight
+from fitflax.parallel.transfer import MAX_SHORT_STEPS, InFlight
 from fitflax.state import Batch
 
 
@@ -100,7 +100,7 @@ def test_a_step_that_fails_on_the_devices_ends_its_own_run_and_no_other(devices,
         raise RuntimeError("in this run")
 
     def fit() -> None:
-        for _ in range(strategy.max_in_flight):
+        for _ in range(MAX_SHORT_STEPS):
             strategy.in_flight.add(Failed(), num_bytes=1)
         trainer.fit(x, x, batch_size=2, verbose=0)
 
