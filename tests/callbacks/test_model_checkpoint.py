@@ -10,7 +10,7 @@ import pytest
 from flax import linen as nn
 
 import fitflax
-from fitflax.callbacks import BestCheckpoint, Callback, LambdaCallback, ModelCheckpoint
+from fitflax.callbacks import BestCheckpoint, Callback, LambdaCallback, ModelCheckpoint, model_checkpoint
 from fitflax.checkpoints import CheckpointStore, checkpoint_store
 from fitflax.errors import CallbackError, CheckpointError, DirectoryInUseError
 from fitflax.loops.training_loop import Run
@@ -319,3 +319,24 @@ def test_a_callback_may_change_the_state_before_it_is_saved(trainer, tmp_path):
     again = make_trainer(model=nn.Dense(3), optimizer="sgd")
     again.restore(tmp_path)
     assert again.learning_rate == trainer.learning_rate
+
+
+def test_in_a_loop_over_a_state_that_is_split_between_processes_process_0_opens_the_run_first(tmp_path, monkeypatch):
+    calls = []
+
+    def after_first(make):
+        calls.append("after_first")
+        make()
+
+    class Opening(ModelCheckpoint):
+        def open_run(self, run_id, step):
+            calls.append("open_run")
+            super().open_run(run_id, step)
+
+    monkeypatch.setattr(model_checkpoint, "after_first", after_first)
+    for is_split in (False, True):
+        monkeypatch.setattr(model_checkpoint, "spans_processes", lambda tree, found=is_split: found)
+        save = Opening(tmp_path / f"{is_split}")
+        for checkpoint in make_trainer().train_loop(X, Y, batch_size=4, steps=2):
+            save(checkpoint)
+    assert calls == ["open_run", "after_first", "open_run"]

@@ -8,6 +8,7 @@ import numpy as np
 import optax
 
 from fitflax.checkpoints.checkpoint_files import read_metadata, read_state
+from fitflax.checkpoints.weight_rules import from_file, to_file
 from fitflax.state import TrainState
 
 
@@ -49,3 +50,12 @@ def assert_same(left, right):
         assert (a.dtype, a.shape) == (b.dtype, b.shape)
         a, b = (jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x for x in (a, b))
         assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+
+
+def both_ways(arrays, rules):
+    """Returns the arrays of a file under the names of a model, and checks that saving them restores the file."""
+    ours, left = from_file(arrays, rules, where="a file")
+    assert left == []
+    theirs = to_file(ours, rules, where="a file")
+    assert theirs.keys() == arrays.keys() and all(np.array_equal(theirs[name], arrays[name]) for name in arrays)
+    return ours

@@ -6,17 +6,10 @@ import pytest
 from fitflax.checkpoints import WeightRule
 from fitflax.checkpoints.weight_rules import from_file, rules_of, to_file
 from fitflax.errors import ConfigError, RestoreError
+from tests.checkpoints.samples import both_ways
 
 RNG = np.random.default_rng(0)
 TURN = {"load": np.transpose, "save": np.transpose}
-
-
-def both_ways(arrays, rules):
-    ours, left = from_file(arrays, rules, where="a file")
-    assert left == []
-    theirs = to_file(ours, rules, where="a file")
-    assert theirs.keys() == arrays.keys() and all(np.array_equal(theirs[name], arrays[name]) for name in arrays)
-    return ours
 
 
 def test_one_rule_applies_to_all_layers_in_both_directions():

@@ -1,5 +1,6 @@
 from collections.abc import Iterator
 
+import flax
 import numpy as np
 import pytest
 
@@ -161,6 +162,16 @@ def test_a_function_may_return_a_list_or_a_generator():
     for make in (lambda: list(batches()), batches):
         source = adapt(make)
         assert [len(triple.x) for triple in source.open(Position())] == [4, 4, 2]
+
+
+def test_a_function_may_return_a_tuple_of_batches_that_are_structures():
+    @flax.struct.dataclass
+    class Pair:
+        a: np.ndarray
+        b: np.ndarray
+
+    source = adapt(lambda: (Pair(np.ones(4), np.ones(2)), Pair(np.zeros(4), np.ones(2))))
+    assert [triple.x.a[0] for triple in source.open(Position())] == [1, 0]
 
 
 def test_a_function_that_does_not_return_an_iterable_is_an_error():

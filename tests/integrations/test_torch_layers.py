@@ -2,18 +2,10 @@
 
 import numpy as np
 
-from fitflax.checkpoints.weight_rules import from_file, to_file
 from fitflax.integrations import torch_layers
+from tests.checkpoints.samples import both_ways
 
 RNG = np.random.default_rng(0)
-
-
-def both_ways(arrays, rules):
-    ours, left = from_file(arrays, rules, where="a file")
-    assert left == []
-    theirs = to_file(ours, rules, where="a file")
-    assert theirs.keys() == arrays.keys() and all(np.array_equal(theirs[name], arrays[name]) for name in arrays)
-    return ours
 
 
 def test_batch_norm_works_without_its_counter():

@@ -1,10 +1,19 @@
-"""Cuts rows into padded batches and merges their metrics, as the loop does, for the tests of all metrics."""
+"""Outputs, targets and weights of some rows. Cuts rows into padded batches and merges their metrics, as the loop does, for the tests of all metrics."""
 
 import functools
 from typing import Any
 
 import jax
 import numpy as np
+
+RNG = np.random.default_rng(0)
+ROWS, CLASSES = 23, 7
+LOGITS = RNG.normal(size=(ROWS, CLASSES)).astype(np.float32)
+LABELS = RNG.integers(CLASSES, size=ROWS)
+ONE_HOT = np.eye(CLASSES, dtype=np.float32)[LABELS]
+BINARY = (RNG.random((ROWS, CLASSES)) < 0.5).astype(np.float32)
+VALUES = RNG.normal(size=(ROWS, CLASSES)).astype(np.float32)
+WEIGHTS = RNG.uniform(0.1, 3.0, size=ROWS).astype(np.float32)
 
 
 def softmax(x: np.ndarray) -> np.ndarray:

@@ -13,16 +13,9 @@ from flax import struct
 from fitflax import losses, metrics
 from fitflax.errors import MetricError
 from fitflax.metrics import resolve
-from tests.metrics.batches import over_batches
+from tests.metrics.batches import BINARY, LABELS, LOGITS, ONE_HOT, VALUES, WEIGHTS, over_batches
 
 RNG = np.random.default_rng(0)
-ROWS, CLASSES = 23, 7
-LOGITS = RNG.normal(size=(ROWS, CLASSES)).astype(np.float32)
-LABELS = RNG.integers(CLASSES, size=ROWS)
-ONE_HOT = np.eye(CLASSES, dtype=np.float32)[LABELS]
-BINARY = (RNG.random((ROWS, CLASSES)) < 0.5).astype(np.float32)
-VALUES = RNG.normal(size=(ROWS, CLASSES)).astype(np.float32)
-WEIGHTS = RNG.uniform(0.1, 3.0, size=ROWS).astype(np.float32)
 
 
 @pytest.mark.parametrize("compiled", [False, True])

@@ -15,16 +15,9 @@ from fitflax import losses, metrics
 from fitflax.errors import MetricError
 from fitflax.metrics import resolve
 from fitflax.metrics.base import metric_direction, metric_name
-from tests.metrics.batches import one_batch, over_batches, softmax
+from tests.metrics.batches import BINARY, CLASSES, LABELS, LOGITS, ONE_HOT, ROWS, VALUES, WEIGHTS, one_batch, over_batches, softmax
 
 RNG = np.random.default_rng(0)
-ROWS, CLASSES = 23, 7
-LOGITS = RNG.normal(size=(ROWS, CLASSES)).astype(np.float32)
-LABELS = RNG.integers(CLASSES, size=ROWS)
-ONE_HOT = np.eye(CLASSES, dtype=np.float32)[LABELS]
-BINARY = (RNG.random((ROWS, CLASSES)) < 0.5).astype(np.float32)
-VALUES = RNG.normal(size=(ROWS, CLASSES)).astype(np.float32)
-WEIGHTS = RNG.uniform(0.1, 3.0, size=ROWS).astype(np.float32)
 TARGETS = {
     "binary_crossentropy": BINARY,
     "binary_accuracy": BINARY,

@@ -5,28 +5,13 @@ import types
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import flax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen as nn
 
 from fitflax.models.base import evaluation_code
-
-
-@flax.struct.dataclass
-class Config:
-    """One class for training, evaluation and decoding, as in Flax's examples."""
-
-    width: int = 8
-    heads: int = 2
-    dropout_rate: float = 0.3
-    tied: bool = True
-    deterministic: bool = False
-    decode: bool = False
-    kernel_init: Any = nn.initializers.xavier_uniform()
-    axes: tuple[str, str] = ("embed", "mlp")
-    attention_axes: tuple[str, ...] = ("embed", "kv")
+from tests.models.configs import Config
 
 
 @dataclasses.dataclass(frozen=True)

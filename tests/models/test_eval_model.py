@@ -17,23 +17,9 @@ import fitflax
 from fitflax.callbacks import ModelCheckpoint
 from fitflax.errors import ConfigError, FitflaxWarning, ModelError
 from fitflax.parallel import DataParallel, Sharded
+from tests.models.configs import Config
 
 VOCABULARY, LENGTH = 11, 6
-
-
-@flax.struct.dataclass
-class Config:
-    """One class for training, evaluation and decoding, as in those examples."""
-
-    width: int = 8
-    heads: int = 2
-    dropout_rate: float = 0.3
-    tied: bool = True
-    deterministic: bool = False
-    decode: bool = False
-    kernel_init: Any = nn.initializers.xavier_uniform()
-    axes: tuple[str, str] = ("embed", "mlp")
-    attention_axes: tuple[str, ...] = ("embed", "kv")
 
 
 class Block(nn.Module):
