@@ -168,6 +168,11 @@ class Feeder:
         batcher = self._batcher(source, is_training=True, size=size, class_weight=class_weight, accumulate_steps=self._accumulate_steps)
         return self._feed(source, batcher, position, used=used, is_saved=True)
 
+    def used(self, source: Source) -> tuple[int, ...]:
+        """Returns what each process has taken from its shard of an iterator before; `()` for other data. All processes must call it."""
+        taken = self._exchange(source.taken) if isinstance(source, OneShotSource) and source.shares is not None else []
+        return tuple(taken) if any(taken) else ()
+
     def _batcher(self, source: Source | None = None, **options: Any) -> Batcher:
         make = self._make_batcher if source is None or source.shares is None else self._make_part
         return make(pad=self._pad, **options)
@@ -196,7 +201,7 @@ class Feeder:
                     f"The data of {name!r} is an iterator that has been used up or read in part. Pass a function that returns a new iterator, "
                     "`lambda: ...`, or the number of batches to evaluate: validation_steps= in fit, steps= elsewhere."
                 )
-            return self._feed(source, batcher, Position(examples=taken))
+            return self._feed(source, batcher, Position(examples=taken), used=self.used(source))
 
         return make_feed
 
@@ -208,7 +213,10 @@ class Feeder:
 
     def prediction(self, source: Source) -> Feed:
         """Returns the batches to predict."""
-        return self._feed(source, self._batcher(source, size=source.batch_size, must_count=False))
+        # Other sources leave out the targets of dicts themselves.
+        inputs_only = isinstance(source, OneShotSource) and source.options.selection.inputs is not None
+        batcher = self._batcher(source, size=source.batch_size, must_count=False, inputs_only=inputs_only)
+        return self._feed(source, batcher, used=self.used(source))
 
 
 def _at_most_all(size: int | None, source: Source) -> int | None:

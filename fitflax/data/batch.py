@@ -138,6 +138,11 @@ class Selection:
             raise DataError(f"Trainer(inputs=..., targets=...) selects columns that `{name}` does not have: {missing}.{hints}{described}")
         return selected
 
+    def has_targets(self, raw: Any) -> bool:
+        """Returns whether a batch is a dict with arrays as targets."""
+        keys = _flat_keys(self.targets)
+        return hasattr(raw, "keys") and all(key in raw and all(hasattr(leaf, "shape") for leaf in jax.tree.leaves(raw[key])) for key in keys)
+
     def split(self, raw: Any, *, inputs_only: bool = False) -> Triple:
         """Returns the inputs, targets and weights of a raw batch.
 

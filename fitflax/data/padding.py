@@ -57,6 +57,7 @@ class Batcher:
         why_not_whole: Returns why these devices cannot train on inputs that are passed whole, or with False evaluate them; `None` if they can.
         is_training: Whether the batches are those of a run, in which a step on several batches differs from several steps.
         must_count: Whether the examples of inputs that are passed whole must be counted; prediction does not need it.
+        inputs_only: Whether to leave out targets.
 
     Raises:
         ConfigError: `class_weight` is not a dict of integer labels and weights of at least 0.
@@ -80,9 +81,10 @@ class Batcher:
         why_not_whole: Callable[[bool], str | None] = lambda is_training: None,
         is_training: bool = False,
         must_count: bool = True,
+        inputs_only: bool = False,
     ) -> None:
         self.num_shards, self._accumulate_steps, self._multiple = num_shards, accumulate_steps, num_shards * accumulate_steps
-        self._part, self._compare, self._must_count, self._pad = part, compare, must_count, pad
+        self._part, self._compare, self._must_count, self._pad, self._inputs_only = part, compare, must_count, pad, inputs_only
         self._why_not_whole = functools.partial(why_not_whole, is_training)
         self.num_combined = num_shards if combines else 1  # How many batches that are passed whole form one.
         self.size = None if size is None else self._round_up(size)
@@ -117,6 +119,8 @@ class Batcher:
 
     def _check(self, triple: Triple) -> tuple[Triple, Form]:
         """Returns a batch as arrays, and its form. Only values are checked in every batch, because the other checks can take longer than a step."""
+        if self._inputs_only:
+            triple = triple._replace(y=())
         leaves, structure = jax.tree.flatten(tuple(triple))
         are_arrays = all(type(leaf) is np.ndarray or isinstance(leaf, jax.Array) for leaf in leaves)
         kind = (structure, *((type(leaf), leaf.shape, leaf.dtype) for leaf in leaves)) if are_arrays else None

@@ -268,6 +268,11 @@ class OneShotSource(Source, Pass):
     def reopen(self, position: Position, bookmark: Bookmark | None) -> Iterator[Triple]:
         methods = state_methods(self.iterator)
         if bookmark is None or methods is None:
+            if self.taken > position.examples:
+                warn(
+                    f"The {type(self.iterator).__name__} is {self.taken - position.examples} examples past the saved position. This run will differ from an "
+                    "uninterrupted one. Pass a new iterator, or a function that returns one: `lambda: ...`."
+                )
             return self.open(position)
         set_state(methods[1], bookmark.state, self.iterator)
         self._pushed_back.clear()
@@ -284,9 +289,14 @@ class OneShotSource(Source, Pass):
         if not self._has_started:
             self._has_started = True
             start_workers(self.iterator)
-        triple = self._pushed_back.pop() if self._pushed_back else self.options.split(self._convert(next(self.iterator)))
+        triple = self._pushed_back.pop() if self._pushed_back else self._split(self._convert(next(self.iterator)))
         self.taken += count_examples(triple)
         return triple
+
+    def _split(self, raw: Any) -> Triple:
+        # Targets are kept in `predict`, too, because another call may get the batch if it is pushed back.
+        options, selection = self.options, self.options.selection
+        return selection.split(raw, inputs_only=options.inputs_only and not selection.has_targets(raw))
 
     def push_back(self, triple: Triple) -> None:
         """Pushes back an unused batch, which becomes the next one."""

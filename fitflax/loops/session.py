@@ -227,6 +227,8 @@ class DataAdapter:
             return source
         for earlier in self._one_shots:
             if earlier.iterator is source.iterator:
+                if not source.options.inputs_only:
+                    earlier.options = source.options
                 return earlier
         self._one_shots = [*self._one_shots[1 - _MAX_ITERATORS :], source]
         return source

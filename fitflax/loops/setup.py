@@ -239,7 +239,8 @@ def _start_progress(session: Session, source: Source, saved: Saved | None, setti
         progress.position = position_in_shard(progress.position, progress.used, source.shares)
         return progress
     step = 0 if session.state.live is None else session.state.live.step
-    return Progress(step=step, first_step=step, epoch=initial_epoch, position=session.next_position(source))
+    position, used = session.next_position(source), session.task.feeder.used(source)
+    return Progress(step=step, first_step=step, epoch=initial_epoch, position=position, used=used)
 
 
 def _settings_to_compare(session: Session, settings: Mapping[str, Any], plan: RunPlan, components: RunComponents) -> dict[str, Any]:

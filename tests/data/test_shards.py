@@ -2,6 +2,7 @@
 
 import collections
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,8 +12,10 @@ from flax import linen as nn
 import fitflax
 from fitflax.callbacks import LambdaCallback
 from fitflax.data import Batcher, Feed, Position, Shard, adapt
+from fitflax.data.adapt import Feeder
 from fitflax.data.shards import ShardFeed, _describe, agree_on_shards, part_of_batch_size, position_in_shard
 from fitflax.errors import ConfigError, DataError, RestoreError
+from fitflax.loops.setup import _start_progress
 
 SECONDS = 10
 START = Position()
@@ -166,6 +169,25 @@ def test_a_one_shot_iterator_keeps_batches_that_were_read_but_not_used():
 
     for (used, left), count in zip(Team(2).run(work), (9, 7), strict=True):
         assert len(used) == 4 and [one[0] for one in left] == list(range(3, count))
+
+
+def test_later_calls_with_the_same_iterators_continue_their_positions():
+    def work(index: int, exchange: Any) -> Any:
+        source = adapt(iter([np.full(2, value) for value in range(6 - 4 * index)]))
+        source.shares = agree_on_shards(source, (index, 2), index, exchange)
+        feeder = Feeder(Batcher, pad=True, exchange=exchange)
+        evaluate, given = feeder.evaluations(source, "val", 2), []
+        for _ in range(2):  # In the second evaluation, the shard of process 1 has ended.
+            feed = evaluate()
+            given += [(fed.num_real, fed.position.examples) for fed in (feed.next(), feed.next())]
+            feed.close()
+        state = SimpleNamespace(live=None)
+        session = SimpleNamespace(task=SimpleNamespace(feeder=feeder), state=state, next_position=lambda source: Position(examples=source.taken))
+        progress = _start_progress(session, source, None, {})
+        return given, progress.position.examples, progress.used
+
+    expected = [(4, 2), (4, 4), (2, 6), (2, 8)], [(4, 2), (4, 4), (2, 4), (2, 4)]
+    assert Team(2).run(work) == [(expected[0], 8, (8, 4)), (expected[1], 4, (8, 4))]
 
 
 @pytest.mark.parametrize(

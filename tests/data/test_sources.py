@@ -271,3 +271,11 @@ def test_no_more_batches_than_requested_are_taken_from_an_iterator():
     assert taken == [0, 1, 2, 3]
     feed.push_back(2)
     assert [float(Feed(source, Batcher(), Position(examples=4)).next().batch.x[0, 0])] == [2]
+
+
+def test_an_iterator_that_is_past_the_saved_position_warns():
+    source = adapt(batches())
+    for _ in range(2):
+        next(source.open(Position(examples=source.taken)))
+    with pytest.warns(FitflaxWarning, match="The generator is 4 examples past the saved position. This run will differ from an uninterrupted one"):
+        assert next(source.reopen(Position(0, 4), None)).x.tolist() == [8, 9]
