@@ -179,7 +179,7 @@ class TokenSource(IndexedSource):
 
     @override
     def read(self, rows: Any) -> Triple:
-        return self._read(0, np.arange(self._rows)[rows] if isinstance(rows, slice) else rows)
+        return self._read(0, np.arange(*rows.indices(self._rows)) if isinstance(rows, slice) else rows)
 
     def _read(self, begin: int, rows: "np.ndarray[Any, Any]") -> Triple:
         x, y = self._tokens.windows(begin + rows * self._tokens.length)

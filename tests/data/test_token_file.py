@@ -3,6 +3,7 @@
 import pickle
 import subprocess
 import sys
+import tracemalloc
 
 import jax
 import numpy as np
@@ -189,6 +190,17 @@ def test_a_run_resumes_bit_for_bit_inside_a_pass_and_evaluates_and_predicts(path
     assert second.predict(file, batch_size=16, verbose=0).shape == (100, 10, 300)
     several = make(4)
     assert several.fit(file, **options).history["loss"] == pytest.approx(history.history["loss"], rel=1e-4)
+
+
+def test_a_batch_without_shuffling_takes_no_memory_for_other_windows(tmp_path):
+    with (tmp_path / "sparse.bin").open("wb") as file:
+        file.truncate(2 * 10**8)
+    source = adapt(TokenFile(tmp_path / "sparse.bin", 1, "uint16"), batch_size=2, shuffle=False)
+    tracemalloc.start()
+    next(source.open(Position()))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 10**6
 
 
 @pytest.mark.slow
