@@ -50,7 +50,6 @@ from fitflax.optimizers import with_hyperparams
 from fitflax.parallel import Strategy
 from fitflax.state import Batch, InferenceState, PyTree, TrainState
 from fitflax.steps.compile import share_programs
-from fitflax.steps.live_state import LiveState
 from fitflax.steps.optimizer import Numerics
 from fitflax.steps.train_step import EnsembleTask, Task, best_member, member_of
 from fitflax.storage import Location
@@ -509,7 +508,7 @@ class Trainer:
         other = self._copy()
         other._members = None
         other._session = session.copy_without_state(session.seed + int(number), other._make_task, member=int(number))
-        other._session.state.live = LiveState(session.strategy, session.strategy.put(member_of(state, int(number))), self.step)
+        other._session.state.take_member(session.state, member_of(state, int(number)))
         return other
 
     def _copy(self) -> Self:

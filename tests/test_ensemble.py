@@ -186,6 +186,14 @@ def test_a_selected_member_keeps_its_hyperparameters_when_it_is_compiled_again()
     fit(one, epochs=1)
 
 
+def test_a_member_selected_from_an_inference_state_cannot_be_trained():
+    ensemble = make(ensemble=2)
+    fit(ensemble, epochs=1)
+    ensemble.replace_state(ensemble.state.for_inference())
+    with pytest.raises(OptimizerError, match="the trainer has only an InferenceState"):
+        fit(ensemble.select(0))
+
+
 @pytest.mark.slow
 def test_a_member_that_diverges_is_never_selected_and_does_not_affect_others():
     ensemble = make(ensemble=2, seed=5).with_hyperparams(learning_rate=[1e30, 0.1])

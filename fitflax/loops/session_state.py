@@ -201,6 +201,11 @@ class SessionState:
         vars(self).update({name: getattr(other, name) for name in names})
         self.live = LiveState(self._strategy, self._strategy.copy(other.live.borrow()), other.live.step)
 
+    def take_member(self, ensemble: "SessionState", member: TrainState) -> None:
+        """Takes the state of a member of an ensemble."""
+        vars(self).update({name: getattr(ensemble, name) for name in ("_unchecked_source", "_casts", "is_serving")})
+        self.live = LiveState(self._strategy, self._strategy.put(member), ensemble.need("select").step)
+
     # -- models that hold their variables --
 
     @contextlib.contextmanager
