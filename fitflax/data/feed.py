@@ -7,10 +7,11 @@ Errors of the user's data are marked, because they must reach the user unchanged
 """
 
 import contextlib
+import dataclasses
 import random
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -90,6 +91,26 @@ class Feed:
             self.source.announce(self._position, None if self._resume is None else self._resume[0])
         elif self._pass is not None and self._pass.is_at_end:
             self.source.announce(Position(self._position.passes + 1))
+
+    def open_begun_pass(self) -> None:
+        """Opens the pass of a resumed run if it had begun, before a hook can change the data. An error is raised when its next batch is requested."""
+        if self._iterator is None and self._position.examples and not self._buffer:
+            try:
+                self._iterator = self._open()
+            except Exception as error:  # noqa: BLE001 (all processes of a `Shard` must hear of it)
+                self._iterator = _failing(error)
+
+    @property
+    def can_reread(self) -> bool:
+        """Whether another feed can read the data before this one, only for its shapes."""
+        bookmark = None if self._resume is None else self._resume[0]
+        return self.source.can_reread or (bookmark is not None and self.source.can_reread_before(bookmark))
+
+    def catch_up(self) -> None:
+        """Prepares the data for other uses before a resumed pass is opened."""
+        bookmark = None if self._resume is None else self._resume[0]
+        if bookmark is not None and self.source.catch_up(bookmark):
+            self._resume, self._has_states = (dataclasses.replace(bookmark, is_own=True),), True
 
     def next(self, ahead: int | None = None) -> FedBatch | None:
         """Returns the next batch, or `None` at the end of a pass; the call after that starts the next pass.
@@ -213,7 +234,9 @@ class Feed:
         iterator = self.source.open(self._position) if resume is None else self.source.reopen(self._position, *resume)
         if self._bookmarks is not None and isinstance(iterator, Pass):
             self._pass = iterator
-            self._has_states = self._bookmarks.take(self._position, iterator, force=True)
+            took = self._bookmarks.take(self._position, iterator, force=True)
+            # Some passes have a state only at their beginning.
+            self._has_states = took or (resume is not None and resume[0] is not None)
         return iterator
 
     @property
@@ -236,14 +259,14 @@ class Feed:
             return {}
         if position == self._position and self._pass is not None and not self._buffer:
             self._bookmarks.take(position, self._pass)
-        elif position == self._position and self._iterator is None and self._has_states:
+        elif position == self._position == Position(position.passes) and self._iterator is None and self._has_states:
             if not self._holds_passes:
                 self._open_next()
-            elif self._resume is None:
+            elif self._resume is None or (self._resume[0] is not None and self._resume[0].is_own):
                 # The pass is opened again from this state when its first batch is requested.
                 with undisturbed(), self.source.undisturbed(), contextlib.closing(self):
                     self._open_next()
-                self._resume_from_bookmark()
+                self._resume_from_bookmark(is_own=True)
         return self._bookmarks.state_dict(position)
 
     def _open_next(self) -> None:
@@ -262,22 +285,25 @@ class Feed:
         """
         return None
 
-    def load_state_dict(self, state: Any) -> None:
+    def load_state_dict(self, state: Any, num_started: Sequence[int] | None = None) -> None:
         """Makes this feed resume the run of an earlier process. Call it before the first `next`.
 
         Args:
             state: The result of `state_dict` in that run.
+            num_started: The `num_started` of the source at that time.
         """
-        self._resume = (None if self._bookmarks is None else self._bookmarks.load_state_dict(state, self._position),)
+        bookmark = None if self._bookmarks is None else self._bookmarks.load_state_dict(state, self._position)
+        self._resume = (bookmark and dataclasses.replace(bookmark, num_started=num_started),)
 
     def reopen(self) -> None:
         """Makes a closed feed continue at its position, inside a pass from the newest state of its loader."""
         if self._iterator is None and self._position.examples:
             self._resume_from_bookmark()
 
-    def _resume_from_bookmark(self) -> None:
+    def _resume_from_bookmark(self, *, is_own: bool = False) -> None:
         if self._bookmarks is not None:
-            self.load_state_dict(self._bookmarks.state_dict(self._position))
+            bookmark = self._bookmarks.load_state_dict(self._bookmarks.state_dict(self._position), self._position)
+            self._resume = (bookmark and dataclasses.replace(bookmark, is_own=is_own),)
 
     def close(self) -> None:
         """Closes the open pass and releases what it holds, such as worker processes. A batch can still be pushed back."""
@@ -307,6 +333,12 @@ class Feed:
         if self.source.num_examples is not None and self.source.knows_length:
             return self._position.examples >= self.source.num_examples
         return False if self.source.is_endless else None
+
+
+def _failing(error: Exception) -> Iterator[Triple]:
+    """Returns an iterator that raises an error when it is first read."""
+    raise error
+    yield
 
 
 def _copied(leaf: Any) -> Any:

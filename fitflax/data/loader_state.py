@@ -12,7 +12,7 @@ import contextlib
 import dataclasses
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -43,6 +43,8 @@ class Bookmark:
 
     position: Position
     state: Any
+    is_own: bool = False  # Whether this process took it from a pass that had not begun, so that the pass is not resumed.
+    num_started: Sequence[int] | None = None  # The source's `num_started` when the run was saved.
 
     def is_before(self, position: Position) -> bool:
         """Returns whether the bookmark is at a position or before it, in the same pass."""

@@ -1,8 +1,10 @@
 """Sources over Hugging Face `datasets` and the input pipelines of `tf.data`, Grain, and Ray Data. The libraries are never imported here."""
 
 import functools
+import operator
 import sys
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Self
 
 import jax
@@ -11,7 +13,7 @@ from typing_extensions import override
 
 from fitflax.data.arrays import IndexedSource
 from fitflax.data.batch import Position, Triple, is_instance, is_structure, leaf_paths, to_numpy
-from fitflax.data.loader_state import Bookmark, drop, has_exact_state
+from fitflax.data.loader_state import Bookmark, Pass, drop, has_exact_state
 from fitflax.data.sources import AdaptedSource, DataOptions, IterableSource
 from fitflax.errors import DataError, warn
 from fitflax.leaves import listed
@@ -116,14 +118,20 @@ def _dtype_of(feature: Any) -> np.dtype[Any] | None:
     return dtype if dtype.kind in "biuf" else None
 
 
+# By part of data sets that draws random numbers: how many iterators over it were started, which determines the numbers of the next one. Data sets share parts.
+_STARTED: "weakref.WeakKeyDictionary[Any, int]" = weakref.WeakKeyDictionary()
+
+
 class TensorFlowSource(IterableSource):
     """Batches of a batched `tf.data.Dataset`, without ragged or sparse parts."""
 
     owns_batches = True  # TensorFlow's tensors are immutable.
-    can_reread = False  # The random numbers of a pass depend on how many passes were started before.
+    can_reread = False  # The random numbers of a pass depend on how many iterators were started before.
 
     def __init__(self, data: Any, options: DataOptions) -> None:
         super().__init__(data, options)
+        self._random_nodes = _random_nodes(data)
+        self._repeats = any(_random_nodes(node) for node in _nodes(data) if type(node).__name__ == "_RepeatDataset")
         _check_spec(options.split(data.element_spec))
         count = int(data.cardinality())
         if count == 0:
@@ -141,21 +149,116 @@ class TensorFlowSource(IterableSource):
         return self.data.as_numpy_iterator()
 
     @override
+    def open(self, position: Position) -> Iterator[Triple]:
+        return drop(_RandomPass(self.data, self.read), position.examples) if self._random_nodes else super().open(position)
+
+    @override
     def reopen(self, position: Position, bookmark: Bookmark | None) -> Iterator[Triple]:
-        random_nodes = list(_random_nodes(self.data))
-        unseeded = [node for node in random_nodes if int(getattr(node, "_seed", 1)) == int(getattr(node, "_seed2", 1)) == 0]
-        if unseeded:
-            shuffles = type(unseeded[0]).__name__ == _SHUFFLE
-            what, instead = ("shuffles", "shuffle(..., seed=0)") if shuffles else ("draws random numbers", "Dataset.random(seed=0)")
-            warn(
-                f"The tf.data.Dataset {what} without a seed, so its order of examples cannot be repeated. "
-                f"This run will differ from an uninterrupted one. Use {instead}."
-            )
-        if random_nodes:
-            # The random numbers of a pass depend on the seed and on how many passes were started before.
-            for _ in range(position.passes):
-                self.data.as_numpy_iterator()
-        return super().reopen(position, bookmark)
+        if not self._random_nodes:
+            return super().reopen(position, bookmark)
+        if bookmark is not None and bookmark.is_own:
+            return self.open(position)
+        # Checkpoints of fitflax 0.1 have no state. Each of its passes over one object started one iterator.
+        before = [position.passes] * len(self._random_nodes) if bookmark is None else _started_before(bookmark)
+        has_begun = bookmark is not None and _has_begun(bookmark)
+        self._warn_if_not_repeatable(before, bookmark.num_started if bookmark is not None and has_begun else None)
+        self._advance(before)
+        opened = _RandomPass(self.data, self.read)
+        if bookmark is not None and has_begun:
+            opened.begin()
+            self._advance(bookmark.num_started or ())  # Evaluations on the same data may follow the beginning of the pass.
+        return drop(opened, position.examples)
+
+    @override
+    def can_reread_before(self, bookmark: Bookmark) -> bool:
+        wanted = zip(self._random_nodes, _started_before(bookmark), strict=False)
+        return bool(self._random_nodes) and all(_STARTED.get(node, 0) < count for node, count in wanted)
+
+    @override
+    def catch_up(self, bookmark: Bookmark) -> bool:
+        if not self._random_nodes or _has_begun(bookmark):
+            return False
+        self._warn_if_not_repeatable(_started_before(bookmark))
+        self._advance(_started_before(bookmark))
+        return True
+
+    def _warn_if_not_repeatable(self, started: Sequence[int], later: Sequence[int] | None = None) -> None:
+        """Warns if the order differs after `started` iterators, or, if the pass has begun, after those until the save, which are `later`."""
+        missing = [wanted - _STARTED.get(node, 0) for node, wanted in zip(self._random_nodes, started, strict=False)]
+        is_later = later is not None and any(after > before + 1 for before, after in zip(started, later, strict=False))
+        unseeded = [node for node in self._random_nodes if int(getattr(node, "_seed", 1)) == int(getattr(node, "_seed2", 1)) == 0]
+        if unseeded and type(unseeded[0]).__name__ == _SHUFFLE:
+            reason, advice = "shuffles without a seed", "Use shuffle(..., seed=0)."
+        elif unseeded:
+            reason, advice = "draws random numbers without a seed", "Use Dataset.random(seed=0)."
+        elif min(missing) < 0:
+            reason, advice = "has been iterated over before", "Pass a new data set."
+        elif self._repeats and (max(missing) > 0 or is_later):  # Each repetition draws other numbers, so an iterator would have to be read.
+            reason, advice = "repeats a part that draws random numbers", "Leave .repeat() out, and pass epochs= to fit."
+        else:
+            return
+        warn(f"The tf.data.Dataset {reason}, so its order of examples cannot be repeated. This run will differ from an uninterrupted one. {advice}")
+
+    def _advance(self, started: Sequence[int]) -> None:
+        """Starts iterators until each part that draws random numbers has had as many. A part comes before those that it contains."""
+        for node, wanted in zip(self._random_nodes, started, strict=False):
+            while _STARTED.get(node, 0) < wanted:
+                _count_start(node)
+                iter(node)
+
+    @property
+    @override
+    def num_started(self) -> list[int] | None:
+        return [_STARTED.get(node, 0) for node in self._random_nodes] or None
+
+
+def _has_begun(bookmark: Bookmark) -> bool:
+    """Returns whether the pass of a bookmark had begun when the run was saved."""
+    return any(map(operator.gt, bookmark.num_started or (), bookmark.state["started"]))
+
+
+def _started_before(bookmark: Bookmark) -> Sequence[int]:
+    """Returns how many iterators must be started before the pass of a bookmark, or before an evaluation that precedes it."""
+    return bookmark.state["started"] if bookmark.num_started is None or _has_begun(bookmark) else bookmark.num_started
+
+
+def _count_start(dataset: Any) -> None:
+    for opened in list(_OPENED):  # They come first, because their state may have been saved.
+        opened.begin()
+    for node in _random_nodes(dataset):
+        _STARTED[node] = _STARTED.get(node, 0) + 1
+
+
+class _RandomPass(Pass):
+    """A pass over a data set that draws random numbers. Its state, before it begins, is how many iterators over each random part were started before."""
+
+    def __init__(self, data: Any, read: Callable[[Any], Triple]) -> None:
+        self._data, self._read = data, read
+        self._iterator: Iterator[Any] | None = None
+        _OPENED.add(self)
+
+    def begin(self) -> Iterator[Any]:
+        """Starts the iterator of this pass. Opening it does not, because a pass may be opened only for its state."""
+        if self._iterator is None:
+            _OPENED.discard(self)
+            _count_start(self._data)
+            self._iterator = self._data.as_numpy_iterator()
+        return self._iterator
+
+    @override
+    def __next__(self) -> Triple:
+        return self._read(next(self.begin()))
+
+    @override
+    def snapshot(self) -> Any:
+        return {"started": [_STARTED.get(node, 0) for node in _random_nodes(self._data)]} if self._iterator is None else None
+
+    @override
+    def close(self) -> None:
+        _OPENED.discard(self)
+
+
+_OPENED: "weakref.WeakSet[_RandomPass]" = weakref.WeakSet()  # Those that have not begun.
 
 
 def _check_spec(spec: Triple) -> None:
@@ -178,12 +281,15 @@ def _check_spec(spec: Triple) -> None:
         raise DataError(f"Every array must have a leading axis of examples, of the same length: {received}. Batch the tf.data.Dataset first: .batch(n).")
 
 
-def _random_nodes(dataset: Any) -> Iterator[Any]:
+def _nodes(dataset: Any) -> Iterator[Any]:
     # There is no public API; if TensorFlow renames these attributes, nothing is found.
-    if type(dataset).__name__ in (_SHUFFLE, "_RandomDataset"):
-        yield dataset
+    yield dataset
     for parent in getattr(dataset, "_inputs", tuple)():
-        yield from _random_nodes(parent)
+        yield from _nodes(parent)
+
+
+def _random_nodes(dataset: Any) -> list[Any]:
+    return [node for node in _nodes(dataset) if type(node).__name__ in (_SHUFFLE, "_RandomDataset")]
 
 
 class GrainSource(IterableSource):

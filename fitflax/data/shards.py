@@ -327,6 +327,20 @@ class ShardFeed(Feed):
         self._local.announce_pass()
 
     @override
+    def open_begun_pass(self) -> None:
+        if not self._buffer:
+            self._local.open_begun_pass()
+
+    @property
+    @override
+    def can_reread(self) -> bool:
+        return self._local.can_reread
+
+    @override
+    def catch_up(self) -> None:
+        self._local.catch_up()
+
+    @override
     def state_dict(self, position: Position) -> dict[str, Any]:
         return self._local.state_dict(position)
 
@@ -341,9 +355,9 @@ class ShardFeed(Feed):
         return {"shards": [flax.serialization.msgpack_restore(base64.b64decode(state)) for state in states]}
 
     @override
-    def load_state_dict(self, state: Any) -> None:
+    def load_state_dict(self, state: Any, num_started: Sequence[int] | None = None) -> None:
         states = state.get("shards", [])
-        self._local.load_state_dict(states[self._shares.index] if states else {})
+        self._local.load_state_dict(states[self._shares.index] if states else {}, num_started)
 
     @override
     def reopen(self) -> None:

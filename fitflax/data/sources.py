@@ -173,6 +173,19 @@ class Source(abc.ABC):
         """Restores the random generators of the user's data when its block ends."""
         yield
 
+    @property
+    def num_started(self) -> list[int] | None:
+        """How many iterators over each part of the user's data were started, if the order of the next one depends on it; else `None`."""
+        return None
+
+    def can_reread_before(self, bookmark: Bookmark) -> bool:
+        """Returns whether the data can be read once more before the pass of `bookmark` is opened with `reopen`."""
+        return self.can_reread
+
+    def catch_up(self, bookmark: Bookmark) -> bool:
+        """Starts as many iterators as the saved run had, unless its pass had begun; returns whether `reopen` need not do so."""
+        return False
+
 
 class AdaptedSource(Source):
     """The base class of sources of one kind of user data: instances of the classes `kinds`, each written as `module.name`.
@@ -236,14 +249,29 @@ class FunctionSource(Source):
     def __init__(self, make: Callable[[], Any], adapt: Callable[[Any], Source]) -> None:
         self._make = make
         self._adapt = adapt
+        self._last: Source | None = None
 
     @override
     def open(self, position: Position) -> Iterator[Triple]:
-        return self._adapt(self._make()).open(position)
+        return self._next().open(position)
 
     @override
     def reopen(self, position: Position, bookmark: Bookmark | None) -> Iterator[Triple]:
-        return self._adapt(self._make()).reopen(position, bookmark)
+        return self._next().reopen(position, bookmark)
+
+    def _next(self) -> Source:
+        source = self._adapt(self._make())
+        self._last = None if source.num_started is None else source  # Others may hold worker processes.
+        return source
+
+    @property
+    @override
+    def num_started(self) -> list[int] | None:
+        return None if self._last is None else self._last.num_started
+
+    @override
+    def catch_up(self, bookmark: Bookmark) -> bool:
+        return self._last is not None and self._last.catch_up(bookmark)
 
 
 class OneShotSource(Source, Pass):

@@ -154,7 +154,7 @@ class TorchSource(AdaptedSource):
     def _warn_if_not_repeatable(self, bookmark: Bookmark | None) -> None:
         # Samplers that shuffle have this attribute; if it is None, they draw from the global generator.
         drawing = [sampler for sampler in self._samplers() if hasattr(sampler, "generator")]
-        if not drawing or (self._has_states and bookmark is not None):
+        if not drawing or (bookmark is not None and (bookmark.is_own or self._has_states)):
             return
         if any(sampler.generator is None for sampler in drawing):
             reason, advice = "shuffles without its own generator", " Pass it generator=torch.Generator().manual_seed(0)."

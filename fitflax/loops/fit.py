@@ -250,6 +250,7 @@ def _chaining_failure(run: Run) -> Iterator[None]:
 def _load_callbacks(hooks: CallbackList, saved: Saved, run: Run) -> None:
     states = from_saved(saved.run, key_impls=saved.metadata["key_impls"])
     new, missing = hooks.load_state_dict(states, run.seconds)
+    run.load_validation_schedule(states)
     for key in new:
         warn(f"Callback {key} is new: the run in {saved.path} did not have it. It starts without a saved state.")
     for key in missing:

@@ -308,7 +308,8 @@ def _make_feed(session: Session, source: Source, class_weight: Mapping[int, floa
     size = None if saved is None else saved.metadata.get("full_batch_size")
     feed = session.task.feeder.train(source, class_weight, progress.position, used=progress.used, size=size)
     if saved is not None:
-        feed.load_state_dict(from_saved(saved.run.get("data", {}), root="run/data", key_impls=saved.metadata["key_impls"]))
+        state = from_saved(saved.run.get("data", {}), root="run/data", key_impls=saved.metadata["key_impls"])
+        feed.load_state_dict(state, saved.run.get("num_started"))
     return feed
 
 
@@ -316,32 +317,32 @@ def _first_batch(
     session: Session, feed: Feed, class_weight: Mapping[int, float] | None, plan: RunPlan, progress: Progress, callbacks: CallbackList, saved: Saved | None
 ) -> FedBatch | None:
     """Returns the first batch, which remains in the feed; `None` if the resumed run has had all batches."""
-    source = feed.source
+    source, fed = feed.source, None
+    ahead = None if session.task.steps_per_call in (None, 1) else session.task.steps_per_call
+    is_inside = progress.epoch_is_open and not progress.epoch_is_over
+    if is_inside:
+        fed = feed.next(ahead)
+        if fed is None and plan.steps_per_epoch is None:
+            # The run was interrupted after the last batch of an epoch, before it was known to be the last.
+            progress.epoch_is_over = True
+            progress.begin_pass(feed.position.passes)
+    may_change = progress.epoch_is_over or not (progress.epoch_is_open or callbacks.may_prefetch)
     # Reading the data twice would change data that draws random numbers. So it is read twice only in a resumed run, or if its order depends on the epoch.
-    may_change = not callbacks.may_prefetch and not progress.epoch_is_open
-    if may_change and source.can_reread and (source.takes_epoch or saved is not None):
-        # A callback may change the data in `on_epoch_begin`, so the run reads its first batch after that. This one only shows the shapes.
+    if may_change and feed.can_reread and (source.takes_epoch or saved is not None):
+        # Callbacks may change the data in `on_epoch_end` or `on_epoch_begin`, so the run reads its first batch after that. This one only shows the shapes.
         other = session.task.feeder.train(source, class_weight, Position(progress.position.passes))
         with undisturbed(), source.undisturbed(), contextlib.closing(other):
             fed = other.next()
+        feed.catch_up()
     else:
-        steps = session.task.steps_per_call or 1
-        fed = _read_first_batch(feed, plan, progress, ahead=steps if steps > 1 else None)
+        fed = fed if is_inside else feed.next(ahead)
+        if fed is None and source.can_restart:
+            fed = feed.next(ahead)
+        if fed is not None:
+            feed.push_back()
     if fed is None and saved is None:
         exhausted = "It is an exhausted iterator. Pass a function that returns a new one: `lambda: ...`."
         raise DataError(f"The data yields no batches. {'Check that it is not empty.' if source.can_restart else exhausted}")
-    return fed
-
-
-def _read_first_batch(feed: Feed, plan: RunPlan, progress: Progress, *, ahead: int | None) -> FedBatch | None:
-    fed = feed.next(ahead)
-    if fed is None and progress.epoch_is_open and not progress.epoch_is_over and plan.steps_per_epoch is None:
-        # The run was interrupted after the last batch of an epoch, before it was known to be the last.
-        progress.epoch_is_over, progress.position = True, feed.position
-    if fed is None and feed.source.can_restart:
-        fed = feed.next(ahead)
-    if fed is not None:
-        feed.push_back()
     return fed
 
 

@@ -6,7 +6,7 @@
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import Any, Self
 
 import jax
@@ -55,8 +55,8 @@ class Run:
         self._pending_checkpoint: Checkpoint | None = None  # Created at the end of an epoch or by a validation, until it is yielded.
         self._has_yielded = self._is_last = self._is_rescue = self._epoch_was_finished = False
         self.failure: BaseException | None = None  # The error that ended the run, possibly only in this process.
-        # The states of the callbacks from before the end of an epoch and, if a checkpoint may need it, the borrowed train state. If the end is interrupted,
-        # they are saved instead of the current ones.
+        # The states of callbacks and triggers from before a validation or the end of an epoch and, if a checkpoint may need it, the borrowed train state. If
+        # this is interrupted, they are saved instead of the current ones.
         self._before_epoch_end: tuple[dict[str, Any], TrainState | None] | None = None
         # For the consumer of the checkpoints: the `id()` of each callback whose trigger fired, and the logs of the last epoch.
         self.fired_ids: set[int] = set()
@@ -192,6 +192,9 @@ class Run:
         is_dropped = False
         try:
             self._agreement.begin(self.progress.step, self.progress.first_step)
+            if self.progress.epoch_is_over or not self.is_finished:
+                with self.spent.on("data"):
+                    self._feed.open_begun_pass()
             yield from self._epochs()
             self.has_ended = True
         except GeneratorExit:
@@ -420,7 +423,7 @@ class Run:
     def _finish_epoch(self, *, is_whole: bool) -> Checkpoint:
         """Validates, and calls `on_epoch_end`; returns the checkpoint whose logs the callbacks got."""
         # Recorded now, so that a resume from a checkpoint that is saved below ends the epoch again. After a partial epoch, no state is saved.
-        self._before_epoch_end = self.callbacks.state_dict(self.seconds), self._live.borrow() if is_whole else None
+        self._before_epoch_end = self._repeated_state(), self._live.borrow() if is_whole else None
         checkpoint = self._make_checkpoint(epoch_ends=True)
         if self._validation.at_epoch(self.progress.epoch) or (is_whole and self._validation_schedule.due(self._moment(epoch_ends=True))):
             checkpoint = self._validation.evaluate(checkpoint, self._program, self.spent)
@@ -442,8 +445,11 @@ class Run:
         if not self._has_triggers:
             return False
         moment = self._moment(epoch_ends=not progress.epoch_is_open)
+        before = self._validation_schedule.state_dict(self.seconds)
         if progress.epoch_is_open and self._validation_schedule.due(moment):
+            self._before_epoch_end = {**self._repeated_state(), "validation_schedule": before}, None
             self._pending_checkpoint = self._validation.evaluate(self._make_checkpoint(), self._program, self.spent)
+            self._before_epoch_end = None
             self._validated = {key: self._pending_checkpoint.logs[key] for key in sorted(self._pending_checkpoint.evaluated)}
         self.fired_ids = self.callbacks.evaluate_triggers(moment)
         progress.is_pending = False
@@ -482,10 +488,23 @@ class Run:
         )
         return Checkpoint(run)
 
+    def _repeated_state(self) -> dict[str, Any]:
+        """Returns the states of what an interrupted validation or end of an epoch has changed, so that a resume repeats it."""
+        state = dict(self.callbacks.state_dict(self.seconds))
+        if self._validation_schedule.measures_time:
+            state["validation_schedule"] = self._validation_schedule.state_dict(self.seconds)
+        if (num_started := self._feed.source.num_started) is not None:
+            state["num_started"] = num_started
+        return state
+
+    def load_validation_schedule(self, states: Mapping[str, Any]) -> None:
+        """Restores the trigger of validation from the saved state of a run."""
+        self._validation_schedule.load_state_dict(states.get("validation_schedule", {}), self.seconds)
+
     def _run_state(self) -> dict[str, Any]:
         """Returns what a resume needs besides the train state; called when it is saved."""
         before = self._before_epoch_end
-        state = dict(self.callbacks.state_dict(self.seconds) if before is None else before[0])
+        state = dict(self._repeated_state() if before is None else before[0])
         if data := self._feed.state_dict(self.progress.position):
             state["data"] = data
         if self._values is not None:

@@ -3,7 +3,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fitflax.data import Position, adapt
+from fitflax.callbacks import LambdaCallback
+from fitflax.data import Batcher, Feed, Position, adapt
 from fitflax.data.batch import Selection
 from fitflax.errors import ConfigError, DataError
 from tests.data.same_training import BATCH, CANNOT_SEEK, NO_ORDER, ROWS, X, Y, assert_resumes, assert_same, make_trainer, of_arrays, outcome, run, warned
@@ -43,6 +44,79 @@ def test_inputs_and_targets_are_picked_from_dicts_by_key(tf):
 @pytest.mark.parametrize("shuffle", [None, {"seed": 3}, {"seed": 3, "reshuffle_each_iteration": False}], ids=["in order", "seed", "one order"])
 def test_a_resumed_run_reads_up_to_its_position_in_the_original_order(make, k, shuffle, tmp_path):
     assert_resumes(tmp_path, lambda: make(shuffle), k, *([CANNOT_SEEK.format(k % 3 * BATCH)] if k % 3 else []))
+
+
+@pytest.mark.parametrize("k", [3, 4, 7])
+def test_a_function_that_creates_the_data_set_resumes_in_the_original_order(make, k, tmp_path):
+    assert_resumes(tmp_path, lambda: lambda: make({"seed": 3}), k, *([CANNOT_SEEK.format(k % 3 * BATCH)] if k % 3 else []))
+
+
+def test_a_function_that_returns_one_data_set_resumes_in_the_original_order(make, tmp_path):
+    def one() -> Any:
+        data = make({"seed": 3})
+        return lambda: data
+
+    assert_resumes(tmp_path, one, 3, callbacks=[LambdaCallback(on_epoch_begin=lambda epoch, logs: None)])
+
+
+@pytest.mark.filterwarnings("ignore:This data source cannot seek:fitflax.errors.FitflaxWarning")
+@pytest.mark.parametrize("steps_per_epoch", [None, 2, 3])
+@pytest.mark.parametrize("k", [2, 3, 4])
+def test_evaluations_that_share_the_shuffling_do_not_change_the_order_of_a_resumed_run(make, k, steps_per_epoch, tmp_path):
+    def run_with(root: Any, steps: int, fails: bool = False) -> dict[str, Any]:
+        data, begun = make({"seed": 3}), []
+
+        def fail(batch: int, logs: Any) -> None:
+            begun.append(batch)
+            if fails and len(begun) == 6:  # In the second validation of this process.
+                raise ArithmeticError
+
+        options = {"steps_per_epoch": steps_per_epoch, "callbacks": [LambdaCallback(on_test_batch_begin=fail)]}
+        return run(root, data, steps, validation_data={"again": data, "part": data.take(1)}, **options)
+
+    uninterrupted = run_with(tmp_path / "never", 8)
+    run_with(tmp_path / "stopped", k)
+    with pytest.raises(ArithmeticError):
+        run_with(tmp_path / "stopped", 8, fails=True)
+    assert_same(run_with(tmp_path / "stopped", 8), uninterrupted)
+
+
+@pytest.mark.parametrize("holds_passes", [False, True])
+def test_an_evaluation_after_a_save_does_not_change_the_pass_that_was_saved(make, holds_passes):
+    def open_feed(position: Position) -> tuple[Any, Feed]:
+        data = make({"seed": 3})
+        return data, Feed(adapt(data), Batcher(size=BATCH), position, is_saved=True)
+
+    data, feed = open_feed(Position())
+    if holds_passes:
+        feed.hold_passes()
+    while feed.next() is not None:
+        pass
+    states = [(feed.state_dict(Position(1)), feed.source.num_started)]
+    next(adapt(data).open(Position()))
+    states.append((feed.state_dict(Position(1)), feed.source.num_started))
+    expected = feed.next().batch.x
+    for state, num_started in states[1 if holds_passes else 0 :]:  # A pass that is held back begins after the evaluation.
+        _, resumed = open_feed(Position(1))
+        resumed.load_state_dict(state, num_started)
+        np.testing.assert_array_equal(resumed.next().batch.x, expected)
+
+
+def test_a_resume_with_a_data_set_that_was_read_further_warns(make, tmp_path):
+    data = make({"seed": 3})
+    run(tmp_path, data, 4)
+    with warned(f"The tf.data.Dataset has been iterated over before, {NO_ORDER}", CANNOT_SEEK.format(BATCH)):
+        run(tmp_path, data, 6)
+
+
+def test_a_repeated_shuffle_warns_that_its_order_cannot_be_repeated_in_a_later_pass(tf, tmp_path):
+    def make() -> Any:
+        return tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(ROWS, seed=3).repeat(2).batch(BATCH)
+
+    assert_resumes(tmp_path / "first", make, 4, CANNOT_SEEK.format(4 * BATCH))
+    run(tmp_path / "second", make(), 6)
+    with warned(f"The tf.data.Dataset repeats a part that draws random numbers, {NO_ORDER}", CANNOT_SEEK.format(BATCH)):
+        run(tmp_path / "second", make(), 8)
 
 
 def test_shuffling_without_a_seed_warns_that_the_order_cannot_be_repeated(make, tmp_path):

@@ -136,6 +136,17 @@ def test_a_loader_with_its_own_generator_resumes_in_the_original_order(k, tmp_pa
     assert_resumes(tmp_path, lambda: loader(shuffle=True, generator=seeded()), k, *messages)
 
 
+def test_a_run_that_is_resumed_twice_keeps_the_order_of_its_generator(tmp_path):
+    def make() -> Any:
+        return loader(shuffle=True, generator=seeded())
+
+    uninterrupted = run(tmp_path / "never", make(), 8)
+    with warned(CANNOT_SEEK.format(BATCH)):
+        for steps in (4, 6, 8):
+            resumed = run(tmp_path / "stopped", make(), steps)
+    assert_same(resumed, uninterrupted)
+
+
 @pytest.mark.slow
 def test_a_run_differs_if_the_state_of_its_generator_is_not_restored(tmp_path):
     """The control experiment: a new process starts with the generator's first order."""
@@ -184,6 +195,16 @@ def test_shuffling_without_a_generator_does_not_warn_without_a_resume(tmp_path):
     with warned():
         for _ in range(2):
             trainer.fit(loader(shuffle=True), steps=4, verbose=0)
+
+
+def test_shuffling_without_a_generator_does_not_warn_if_a_pass_is_opened_for_its_state(tmp_path):
+    class Rows(TensorDataset):
+        def set_epoch(self, epoch: int) -> None:
+            self.epoch = epoch
+
+    data = DataLoader(Rows(*tensors().tensors), batch_size=BATCH, shuffle=True)
+    with warned():
+        run(tmp_path, data, 9, callbacks=[LambdaCallback(on_epoch_begin=lambda epoch, logs: None)])
 
 
 @pytest.mark.slow
@@ -340,6 +361,20 @@ def test_a_stream_whose_epoch_the_user_chose_resumes_in_the_middle(tmp_path):
     uninterrupted = run_with(tmp_path / "never", 8)
     run_with(tmp_path / "stopped", 4)
     assert_same(run_with(tmp_path / "stopped", 8), uninterrupted)
+
+
+@pytest.mark.parametrize("steps_per_epoch", [2, 3])
+def test_an_epoch_that_begins_inside_a_pass_resumes_with_the_number_of_that_pass(steps_per_epoch, tmp_path):
+    def run_with(root: Any, steps: int) -> dict[str, Any]:
+        loader = DataLoader(Reshuffled(), batch_size=BATCH)
+        choose = LambdaCallback(on_epoch_begin=lambda epoch, logs: loader.dataset.set_epoch(10 + epoch))
+        return run(root, loader, steps, steps_per_epoch=steps_per_epoch, callbacks=[choose])
+
+    uninterrupted = run_with(tmp_path / "never", 8)
+    run_with(tmp_path / "stopped", steps_per_epoch)
+    with warned(CANNOT_SEEK.format(min(steps_per_epoch * BATCH, ROWS))):
+        resumed = run_with(tmp_path / "stopped", 8)
+    assert_same(resumed, uninterrupted)
 
 
 def test_an_epoch_that_a_callback_sets_replaces_the_number_of_the_pass():

@@ -9,6 +9,7 @@ import shutil
 import signal
 import warnings
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,10 @@ from flax import linen as nn
 
 import fitflax
 from fitflax.callbacks import BestCheckpoint, Callback, EarlyStopping, LambdaCallback, ModelCheckpoint, TerminateOnNaN
+from fitflax.callbacks.callback_list import CallbackList
 from fitflax.checkpoints import CheckpointStore, checkpoint_store, directories, json_documents
+from fitflax.data import Batcher, Position, adapt
+from fitflax.data.adapt import Feeder
 from fitflax.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -29,6 +33,9 @@ from fitflax.errors import (
     FitflaxWarning,
     RestoreError,
 )
+from fitflax.loops import setup
+from fitflax.loops.session_state import Progress
+from fitflax.loops.training_loop import Run
 from tests import run_script
 from tests.run_script import TRAIN, VALID, at, checkpoint_of, differences, directory_of, make_trainer, rows_of, state_of, steps_in
 
@@ -586,6 +593,33 @@ def test_a_trigger_is_evaluated_at_the_last_step_as_at_any_other(steps, steps_pe
     assert counter.seen == [2, 4]
 
 
+def test_a_time_trigger_of_validation_continues_where_it_was_after_a_resume(tmp_path, monkeypatch):
+    validated: list[int] = []
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setitem(Run.__init__.__kwdefaults__, "clock", lambda: clock.now)
+
+    def fit(steps: int, *, fails: bool = False) -> None:
+        def tick(batch: int, logs: Any) -> None:
+            clock.now += 1.0
+
+        def validate(logs: Any) -> None:
+            validated.append(trainer.step)
+            if fails:
+                raise ArithmeticError
+
+        trainer = make_trainer()
+        options = {"validation_data": VALID, "validation_freq": fitflax.every(seconds=4), "resume": "auto", "verbose": 0}
+        callbacks = [LambdaCallback(on_train_batch_end=tick, on_test_begin=validate), ModelCheckpoint(tmp_path)]
+        trainer.fit(TRAIN, batch_size=4, steps=steps, steps_per_epoch=100, callbacks=callbacks, **options)
+
+    fit(3)
+    with pytest.raises(ArithmeticError):
+        fit(6, fails=True)
+    fit(6)
+    fit(11)
+    assert validated == [4, 4, 8]
+
+
 # -- what a resume looks for --
 
 
@@ -967,3 +1001,14 @@ def test_a_run_interrupted_before_its_pass_is_known_to_be_over_resumes_at_the_ne
     with pytest.warns(FitflaxWarning, match="16 examples are read and dropped"):
         resumed = run(tmp_path / "broken", **options)
     assert_equal(resumed, uninterrupted)
+
+
+def test_a_pass_over_shards_that_is_found_to_be_over_begins_the_next_one_for_all_of_them():
+    progress = Progress(step=1, step_in_epoch=1, epoch_is_open=True, position=Position(0, 2), used=(2, 2))
+    feeder = Feeder(Batcher, pad=True)
+    feed = feeder.train(adapt(lambda: iter([np.ones(2)])), None, progress.position)
+    session: Any = SimpleNamespace(task=SimpleNamespace(steps_per_call=None, feeder=feeder))
+    saved: Any = SimpleNamespace()
+    with pytest.warns(FitflaxWarning, match="cannot seek"):
+        fed = setup._first_batch(session, feed, None, setup.RunPlan(), progress, CallbackList(), saved)
+    assert fed is not None and (progress.epoch_is_over, progress.position, progress.used) == (True, Position(1), ())

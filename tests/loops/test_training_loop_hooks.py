@@ -1,5 +1,6 @@
 """Hooks: which ones are called, in which order, and with which arguments."""
 
+import contextlib
 import itertools
 import os
 import signal
@@ -242,6 +243,40 @@ def test_a_resume_at_the_end_of_an_epoch_requests_its_first_batch_after_on_epoch
     fit_levels(tmp_path / "stopped", epochs=1)
     events, resumed = fit_levels(tmp_path / "stopped", epochs=3)
     assert events == ["request 0.0", "train_begin", *in_order(1, 3)]
+    jax.tree.map(np.testing.assert_array_equal, resumed.state.params, uninterrupted.state.params)
+
+
+class LevelOfNextEpoch(LevelOfEpoch):
+    """Sets the level already at the end of the epoch before."""
+
+    may_prefetch = True
+
+    def on_epoch_end(self, epoch, logs):
+        super().on_epoch_end(epoch, logs)
+        self.data.level = epoch + 1
+
+
+@pytest.mark.parametrize("callback", [LevelOfEpoch, LevelOfNextEpoch])
+@pytest.mark.parametrize("is_known_to_be_over", [True, False])
+def test_a_run_interrupted_at_the_end_of_an_epoch_requests_the_next_batch_after_the_hooks(is_known_to_be_over, callback, tmp_path):
+    _, uninterrupted = fit_levels(tmp_path / "never", epochs=3, callback=callback)
+
+    class Fails(callback):
+        def on_epoch_end(self, epoch, logs):
+            if is_known_to_be_over:
+                raise ArithmeticError
+
+        def on_train_batch_end(self, batch, logs):
+            if batch == 1 and not is_known_to_be_over:
+                raise ArithmeticError
+
+    with pytest.raises(ArithmeticError):
+        fit_levels(tmp_path / "stopped", epochs=3, callback=Fails)
+    with contextlib.nullcontext() if is_known_to_be_over else pytest.warns(FitflaxWarning, match="cannot seek, so 4 examples"):
+        events, resumed = fit_levels(tmp_path / "stopped", epochs=3, callback=callback)
+    if callback is LevelOfEpoch:
+        reread = [] if is_known_to_be_over else ["request 0.0", "request 0.1"]
+        assert events == [*reread, "request 0.0", "train_begin", "epoch_end 0", "checkpoint", *in_order(1, 3)]
     jax.tree.map(np.testing.assert_array_equal, resumed.state.params, uninterrupted.state.params)
 
 
