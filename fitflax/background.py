@@ -72,6 +72,20 @@ class Background:
         self._wake.put(None)
         self._start()
 
+    def barrier(self) -> Callable[[], None]:
+        """Returns a function that waits until all jobs submitted so far have run or failed. Any thread may call it, any number of times.
+
+        Do not use it with `clear`, which could remove the job that ends the wait.
+        """
+        done: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self.submit(lambda: done.put(None))
+
+        def wait() -> None:
+            done.get()
+            done.put(None)  # For the next call.
+
+        return wait
+
     @property
     def waiting(self) -> list[Job]:
         """The jobs that have not started."""

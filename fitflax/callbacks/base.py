@@ -299,8 +299,11 @@ class Callback:
     def load_history(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Compares files with the `rows` of the resumed run's `History`. Called on a resume after `load_state_dict`."""
 
-    def sync(self) -> None:
-        """Flushes everything to disk. Called before the checkpoint of this step is completed."""
+    def sync(self) -> Callable[[], None] | None:
+        """Flushes everything to disk. Called before the checkpoint of this step is saved.
+
+        May return a function that waits for uploads. It is called in any thread before the checkpoint is completed, and may be called several times or never.
+        """
 
     def close(self) -> None:
         """Waits for writers and closes files."""

@@ -52,12 +52,17 @@ class EventFiles:
         self._thread.wait_until(lambda: len(self._thread.waiting) < _MAX_WAITING)
         self._thread.submit(lambda: self._run_job(lambda: job(self._write)))
 
-    def sync(self) -> None:
-        """Waits until everything is on disk. Raises a `CallbackError` if a job failed."""
+    def sync(self) -> Callable[[], None] | None:
+        """Waits until everything is on disk, or returns a function that waits until it is uploaded. Raises a `CallbackError` if a job failed."""
+        wait = None
         if self._writers or not self._thread.is_idle:
             self._thread.submit(lambda: self._run_job(self._flush))
-            self._thread.wait_until(lambda: self._thread.is_idle)
+            wait = self._thread.barrier()
+            if self._mirror is None:
+                wait()
+                wait = None
         self._raise_failure()
+        return wait
 
     def close(self) -> None:
         """Waits until everything is on disk, and closes all files. Raises a `CallbackError` if a job failed."""

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -158,9 +158,8 @@ class TensorBoard(StepLogger):
             path.unlink()
 
     @override
-    def sync(self) -> None:
-        if self._files is not None:
-            self._files.sync()
+    def sync(self) -> Callable[[], None] | None:
+        return None if self._files is None else self._files.sync()
 
     @override
     def close(self) -> None:
@@ -208,7 +207,9 @@ class TensorBoard(StepLogger):
         if "histograms" in fired:
             self._write_histograms(self._files, checkpoint)
         if self._plain_run is not None and checkpoint.is_last:
-            self._files.sync()  # A loop without a trainer may never call `close`.
+            wait = self._files.sync()  # A loop without a trainer may never call `close`.
+            if wait is not None:
+                wait()
 
     @override
     def on_closing(self, checkpoint: Checkpoint, epoch: int, logs: Mapping[str, Any]) -> None:

@@ -79,7 +79,8 @@ class RunView:
         joined: Returns the states of the data of all processes if each has its own shard, else `None`; all of them must call it.
         kept: What the step kept besides its values; `None` if an earlier process ran it.
         savers: The directories in which this checkpoint will be saved, with the names of the owners.
-        before_saving: Called once before the checkpoint is saved.
+        before_saving: Called once before the checkpoint is saved. A function that is returned is added to `uploads`.
+        uploads: Wait for uploads of logs. Called before the checkpoint is completed.
     """
 
     position: RunPosition
@@ -94,7 +95,8 @@ class RunView:
     keep: Keep = NOTHING
     kept: Kept | None = None
     savers: list[tuple[Location, str]] = dataclasses.field(default_factory=list)
-    before_saving: list[Callable[[], None]] = dataclasses.field(default_factory=list)
+    before_saving: list[Callable[[], Callable[[], None] | None]] = dataclasses.field(default_factory=list)
+    uploads: list[Callable[[], None]] = dataclasses.field(default_factory=list)
     num_saves: int = 0
 
     def __post_init__(self) -> None:
