@@ -77,12 +77,20 @@ class Background:
 
         Do not use it with `clear`, which could remove the job that ends the wait.
         """
-        done: queue.SimpleQueue[None] = queue.SimpleQueue()
-        self.submit(lambda: done.put(None))
+        done: list[None] = []
+        wake: queue.SimpleQueue[None] = queue.SimpleQueue()
+
+        def end() -> None:
+            done.append(None)
+            wake.put(None)
+
+        self.submit(end)
 
         def wait() -> None:
-            done.get()
-            done.put(None)  # For the next call.
+            while not done:
+                with contextlib.suppress(queue.Empty):
+                    wake.get(timeout=_POLL_SECONDS)
+            wake.put(None)  # For another thread that waits.
 
         return wait
 

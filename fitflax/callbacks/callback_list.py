@@ -170,7 +170,7 @@ class CallbackList:
         def sync() -> None:
             checkpoint.run.finish_steps()  # Otherwise, the time of running steps would count as time of saving.
             with self._spent.on("saving"):
-                checkpoint.run.uploads += self.sync()
+                self.sync(checkpoint.run.uploads)
 
         def call(callback: Callback) -> None:
             with self._spent.on("saving" if callback.phase >= Phase.SAVE_BEST else "callbacks"):
@@ -205,19 +205,19 @@ class CallbackList:
 
     def on_closing(self, checkpoint: Checkpoint, epoch: int, logs: Mapping[str, Any]) -> None:
         """Calls `on_closing` of all callbacks, after everything before is on disk and uploaded."""
-        _call_all(self.sync())
+        uploads: list[Callable[[], None]] = []
+        self.sync(uploads)
+        _call_all(uploads)
         for callback in self._active:
             callback.on_closing(checkpoint, epoch, logs)
 
-    def sync(self) -> list[Callable[[], None]]:
-        """Syncs all callbacks, even if one of them fails. Returns functions that wait for uploads."""
-        waits: list[Callable[[], None]] = []
+    def sync(self, uploads: list[Callable[[], None]]) -> None:
+        """Syncs all callbacks, even if one of them fails. Adds functions to `uploads` that wait for uploads."""
 
         def sync(callback: Callback) -> None:
-            waits.extend(filter(None, [callback.sync()]))
+            uploads.extend(filter(None, [callback.sync()]))
 
         _call_all([functools.partial(sync, callback) for callback in self._active])
-        return waits
 
     def close(self) -> None:
         """Closes all callbacks, even if one of them fails."""

@@ -220,7 +220,7 @@ class EpochFile(Callback):
                 temporary.unlink(missing_ok=True)
 
     def _upload(self, path: ObjectPath) -> None:
-        with contextlib.suppress(IndexError):  # An earlier job has uploaded the newest text.
+        if self._unwritten:  # Otherwise, an earlier job has uploaded the newest text.
             path.write_bytes(self._unwritten.pop())
 
     def _fail(self, error: BaseException) -> None:

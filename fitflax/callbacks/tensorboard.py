@@ -210,6 +210,7 @@ class TensorBoard(StepLogger):
             wait = self._files.sync()  # A loop without a trainer may never call `close`.
             if wait is not None:
                 wait()
+                self._files.raise_failure()
 
     @override
     def on_closing(self, checkpoint: Checkpoint, epoch: int, logs: Mapping[str, Any]) -> None:

@@ -357,10 +357,23 @@ def test_a_checkpoint_is_saved_although_its_logs_cannot_be_uploaded(where, async
 
     trainer = make()
     board = TensorBoard(f"{where.url}/board", every=fitflax.every(steps=2), storage_options=where.options)
-    with pytest.raises(CallbackError, match="(?s)TensorBoard.*Check the credentials"):
+    with pytest.raises(CallbackError, match=r"(?s)TensorBoard.*Check the credentials"):
         fit(trainer, board, saver(where, asynchronous=asynchronous), LambdaCallback(on_train_batch_end=break_it))
     where.proxy.clear()
     assert where.store().latest() == trainer.step
+
+
+@in_memory
+def test_a_loop_without_a_trainer_raises_if_its_last_logs_cannot_be_uploaded(where, monkeypatch):
+    def fail(self, key, data, **options):
+        raise StorageError("unwritable")
+
+    monkeypatch.setattr(object_store.Bucket, "write", fail)
+    loop = fitflax.TrainLoop(nn.Dense(1).init, nn.Dense(1).apply, optimizer="adam", loss="mse", data=(X, Y), batch_size=10, steps=2)
+    board = TensorBoard(f"{where.url}/board", every=fitflax.every(steps=1))
+    with pytest.raises(CallbackError, match=r"TensorBoard cannot write event files in memory://.*unwritable"):
+        for checkpoint in loop:
+            board(checkpoint)
 
 
 @pytest.mark.slow
