@@ -99,7 +99,7 @@ class CallbackList:
     @property
     def saves(self) -> bool:
         """Whether any callback saves the run."""
-        return any(callback.phase == Phase.SAVE for callback in self._all)
+        return any(callback.phase == Phase.SAVE and callback.writes_files for callback in self._all)  # Not `RayReport`.
 
     def bind(
         self, trainer: TrainerView, params: Mapping[str, Any], *, spent: TimeSpent | None = None, exits_immediately: Callable[[], bool] = lambda: False
@@ -193,8 +193,9 @@ class CallbackList:
                 is_synced = True
                 if not succeeds(sync) and self._exits_immediately():
                     break
+            saves = checkpoint.run.num_saves
             if succeeds(call, callback):
-                is_saved |= callback.phase == Phase.SAVE
+                is_saved |= callback.phase == Phase.SAVE and checkpoint.run.num_saves > saves
             elif self._exits_immediately():
                 break
         if is_saved:

@@ -5,6 +5,7 @@ rows are also in memory, and the history of a resumed run has its earlier rows.
 """
 
 import abc
+import codecs
 import collections
 import contextlib
 import csv
@@ -172,7 +173,8 @@ class EpochFile(Callback):
         with contextlib.suppress(FileNotFoundError), self._disk_errors("read"):
             data = self.path.read_bytes()
         try:
-            return self._parse(data.decode("utf-8"))
+            # Like an incomplete last row, an incomplete last character is dropped.
+            return self._parse(codecs.getincrementaldecoder("utf-8")().decode(data))
         except UnicodeDecodeError as error:
             raise self._invalid(f"it is not a {self._kind} file") from error
 

@@ -200,7 +200,8 @@ class Run:
         except BaseException as error:  # Includes a KeyboardInterrupt that user code raises.
             self._check_epoch_end(may_read=False)
             self.failure = None if isinstance(error, Interrupted) else error
-            self._undo_callbacks()
+            if self._before_epoch_end is not None and self._before_epoch_end[1] is not None:
+                self._put_back(self._before_epoch_end[1])
             if self._live.is_intact and self._live.step == self.progress.step and not self.interruption.exits_immediately:
                 is_dropped = True  # Unless the consumer of this checkpoint requests the next one.
                 yield from self._last_checkpoint(rescue=True)
@@ -217,10 +218,9 @@ class Run:
                 self._feed.close()
                 self._saver.detach()
 
-    def _undo_callbacks(self) -> None:
+    def _put_back(self, state: TrainState) -> None:
         """Restores the state from before callbacks changed it at the end of an epoch, unless one has trained it and so donated its buffers."""
-        state = None if self._before_epoch_end is None else self._before_epoch_end[1]
-        if state is not None and not any(leaf.is_deleted() for leaf in jax.tree.leaves(state)):
+        if not any(leaf.is_deleted() for leaf in jax.tree.leaves(state)):
             self._live.replace(state, self.progress.step)
             self._live.lend()  # It may have been lent before, so the next step must work on a copy.
 
@@ -414,12 +414,20 @@ class Run:
         """Ends an epoch for the steps so far because the run ends inside it. Only the epoch's row is saved, next to the checkpoint."""
         if self._values is None or self._epoch_was_finished or self.progress.step_in_epoch == 0:
             return
+        before = self._live.borrow()
         checkpoint = self._finish_epoch(is_whole=False)
-        self.callbacks.on_closing(checkpoint, self.progress.epoch, checkpoint.logs)
+        after, step = self._live.borrow(), self._live.step
+        if after is not before:
+            self._put_back(before)  # For a best checkpoint, because a resume from it ends the epoch again.
+        try:
+            self.callbacks.on_closing(checkpoint, self.progress.epoch, checkpoint.logs)
+        finally:
+            if after is not before:
+                self._live.replace(after, step)
 
     def _finish_epoch(self, *, is_whole: bool) -> Checkpoint:
         """Validates, and calls `on_epoch_end`; returns the checkpoint whose logs the callbacks got."""
-        # Recorded now, so that a resume from a checkpoint that is saved below ends the epoch again. After a partial epoch, no state is saved.
+        # Recorded now, so that a resume from a checkpoint that is saved below ends the epoch again. After a partial epoch, no rescue checkpoint is saved.
         self._before_epoch_end = self.callbacks.state_dict(self.seconds), self._live.borrow() if is_whole else None
         checkpoint = self._make_checkpoint(epoch_ends=True)
         if self._validation.at_epoch(self.progress.epoch) or (is_whole and self._validation_schedule.due(self._moment(epoch_ends=True))):
