@@ -328,7 +328,8 @@ class Trainer:
         """Stops a running `fit` after the current step; validation and end hooks still run.
 
         Args:
-            reason: The text for `stop_reason`. If several calls stop the same run, the first reason is kept.
+            reason: The text for `stop_reason`. If several calls stop the same run, the first reason is kept; if several processes do at the same step, that of
+                the first of them.
 
         >>> import numpy as np
         >>> from fitflax.callbacks import LambdaCallback

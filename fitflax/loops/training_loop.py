@@ -416,6 +416,8 @@ class Run:
             return
         before = self._live.borrow()
         checkpoint = self._finish_epoch(is_whole=False)
+        if self.plan.is_fit:  # The consumer of another loop may end it in one process only.
+            self._agreement.synchronize()
         after, step = self._live.borrow(), self._live.step
         if after is not before:
             self._put_back(before)  # For a best checkpoint, because a resume from it ends the epoch again.

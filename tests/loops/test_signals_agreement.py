@@ -11,6 +11,7 @@ from flax import linen as nn
 
 import fitflax
 import fitflax.loops.signals as module
+from fitflax.callbacks import LambdaCallback
 from fitflax.loops.signals import Agreement, DistributedAgreement
 from fitflax.parallel import launch
 
@@ -193,6 +194,18 @@ def test_a_run_that_all_processes_begin_together_replaces_other_stop_reasons_and
     session: Any = SimpleNamespace(is_stopping=True, stop_reason="reason of 1", strategy=SimpleNamespace(num_processes=2, max_in_flight=1))
     module.make_agreement(session, 1, time.monotonic)
     assert (session.is_stopping, session.stop_reason, launch._Exit.failure) == (True, "reason of 0", None)
+
+
+def test_processes_exchange_their_stop_reasons_after_a_partial_epoch_before_the_run_ends(monkeypatch):
+    """A callback such as `OptunaPruning` stops the run in process 0 in `on_epoch_end`, and raises an error in all of them in `on_train_end`."""
+    order = []
+    monkeypatch.setattr(Agreement, "synchronize", lambda self: order.append("exchange"))
+    hooks = {name: lambda *arguments, name=name: order.append(name) for name in ("on_epoch_end", "on_train_end")}
+    trainer = fitflax.Trainer(nn.Dense(1))
+    trainer.compile("sgd", "mse")
+    data = np.ones((8, 2), np.float32), np.ones((8, 1), np.float32)
+    trainer.fit(data, batch_size=2, steps=3, callbacks=[LambdaCallback(**hooks)], verbose=0)
+    assert order[-3:] == ["on_epoch_end", "exchange", "on_train_end"]
 
 
 def test_the_agreed_time_never_goes_backward():
