@@ -374,6 +374,8 @@ def test_a_loop_without_a_trainer_raises_if_its_last_logs_cannot_be_uploaded(whe
     with pytest.raises(CallbackError, match=r"TensorBoard cannot write event files in memory://.*unwritable"):
         for checkpoint in loop:
             board(checkpoint)
+    monkeypatch.undo()
+    board.close()
 
 
 @pytest.mark.slow
