@@ -13,7 +13,7 @@ import jax
 
 from fitflax.checkpoints.checkpoint import Checkpoint, RunPosition, RunView, Timer
 from fitflax.data import FedBatch
-from fitflax.errors import ConfigError
+from fitflax.errors import ConfigError, integer_of
 from fitflax.logs import Logs
 from fitflax.loops.evaluation_loop import Interrupted
 from fitflax.loops.setup import RunSetup
@@ -80,8 +80,7 @@ class Run:
 
     def run(self, steps: int) -> Checkpoint | None:
         """Runs `steps` steps, fewer if the run ends before, and returns the checkpoint of the last one; `None` if no step was left."""
-        if steps < 1:
-            raise ConfigError(f"run(steps) must run at least one step. Received: {steps!r}.")
+        steps = integer_of("run(steps)", steps, at_least=1)
         self._restart_timer()
         begin = self.progress.step
         self._run_end_step = begin + steps

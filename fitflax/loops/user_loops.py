@@ -181,7 +181,7 @@ class TrainLoop:
         begin = self.step
         checkpoint = self.next_checkpoint() if self._steps else None
         if checkpoint is None:
-            if self.step == begin == self._run.plan.process_start and not self._has_printed:
+            if self.step == begin == self._run.plan.process_start and not self._has_printed and jax.process_index() == 0:
                 self._has_printed = True
                 done = self.step - self._run.progress.first_step
                 print(f"There is nothing to train: the run has finished {done} steps, and steps={self._steps} is its total. To train longer, pass more steps.")
