@@ -297,8 +297,8 @@ class TimeSpent:
         clock: A function that returns seconds; `time.perf_counter` by default.
 
     Attributes:
-        seconds: Seconds by activity: `"compiling"` (including tracing and initialization), `"data"` (waiting for it), `"evaluating"`, `"callbacks"` (all
-            hooks except batch hooks) and `"saving"`.
+        seconds: Seconds by activity: `"loading"` (the checkpoint of a resume), `"compiling"` (including tracing and initialization), `"data"` (waiting for
+            it), `"evaluating"`, `"callbacks"` (all hooks except batch hooks) and `"saving"`.
         examples: The number of training examples, without padding.
 
     >>> now = iter(range(100))
@@ -314,7 +314,7 @@ class TimeSpent:
 
     def __init__(self, clock: Callable[[], float] | None = None) -> None:
         self.clock = clock or time.perf_counter
-        self.seconds = {"compiling": 0.0, "data": 0.0, "evaluating": 0.0, "callbacks": 0.0, "saving": 0.0}
+        self.seconds = {"loading": 0.0, "compiling": 0.0, "data": 0.0, "evaluating": 0.0, "callbacks": 0.0, "saving": 0.0}
         self.examples = 0
         self._begin = self.clock()
         self._nested = 0.0  # Seconds claimed inside the current block.
