@@ -132,7 +132,9 @@ class StepLogger(Callback):
 
     @override
     def wants(self, checkpoint: Checkpoint) -> bool:
-        return not checkpoint.run.position.is_repeat and (checkpoint.epoch_ends or bool(checkpoint.evaluations))
+        is_plain = self._plain_run is not None or not self._is_open
+        ends = checkpoint.epoch_ends or (is_plain and checkpoint.is_last)  # `fit` calls `on_closing` if it ends inside an epoch.
+        return not checkpoint.run.position.is_repeat and (ends or bool(checkpoint.evaluations))
 
     def _kept(self, read: Callable[[], PyTree]) -> PyTree:
         """Returns what a step has kept for this callback. Loops without `fit` may not have kept it."""
