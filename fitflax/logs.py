@@ -81,6 +81,7 @@ class Values:
         places: The positions of the metrics in the vector, in display order; `None` for metrics that are computed on the host.
         vector: float32 `[values]`.
         late: The keys of metrics that `compute_late` computes on the host, from collected outputs of all examples.
+        before_read: Called once before the vector is copied to the host.
 
     >>> Values({"loss": Place(1)}, jax.numpy.array([0.5, 0.25])).metrics()
     {'loss': 0.25}
@@ -90,6 +91,7 @@ class Values:
     vector: jax.Array
     late: tuple[str, ...] = ()
     compute_late: Callable[[], Mapping[str, Any]] = dict
+    before_read: Callable[[], Any] | None = dataclasses.field(default=None, init=False, repr=False)
     _host: list[float] | None = dataclasses.field(default=None, init=False)
     _metrics: dict[str, Any] | None = dataclasses.field(default=None, init=False)
 
@@ -104,6 +106,8 @@ class Values:
 
     def _read(self) -> list[float]:
         if self._host is None:
+            if self.before_read is not None:
+                self.before_read()
             self._host = read_vector(self.vector)
         return self._host
 

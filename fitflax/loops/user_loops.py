@@ -5,6 +5,7 @@ A `TrainLoop` wraps a `Run`, which `fit` iterates over as well, and an `EvalLoop
 
 import functools
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -345,7 +346,12 @@ class EvalLoop:
             DataError: The data has no batch, or is an iterator that is exhausted.
             ModelError, MetricError: The model or a metric does not fit the state or the data.
         """
-        return self._evaluation_on(checkpoint.run.live.strategy)(checkpoint)
+        run = checkpoint.run
+        run.timer.stop()  # The evaluation waits for the step. After it, the time at which the step finished would be unknown.
+        begin = time.monotonic()
+        summary = self._evaluation_on(run.live.strategy)(checkpoint)
+        run.seconds_evaluating += time.monotonic() - begin
+        return summary
 
 
 # -- single batches --

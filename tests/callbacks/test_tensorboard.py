@@ -413,6 +413,23 @@ def test_the_last_step_of_a_loop_without_fit_is_on_disk_although_the_trigger_doe
     assert [step for run, tag, step in values if (run, tag) == ("train", "loss")] == [3]
 
 
+def test_the_speed_of_a_loop_without_fit_excludes_evaluations(tmp_path, monkeypatch):
+    now = [1000.0]
+
+    def batches():
+        now[0] += 100
+        yield VALID
+
+    monkeypatch.setattr("fitflax.callbacks.step_logger.time.monotonic", lambda: now[0])
+    trainer = make()
+    with fitflax.serial(trainer.eval_loop(batches), TensorBoard(tmp_path, every=fitflax.every(steps=2))) as process:
+        for checkpoint in trainer.train_loop(X, Y, steps=4, batch_size=4):
+            now[0] += 10
+            process(checkpoint)
+    train = shown(tmp_path)["train"]
+    assert train["time/steps_per_second"] == {4: as_float32(0.1)} and train["time/validation_seconds"] == {2: 200.0, 4: 200.0}
+
+
 def test_a_loop_that_continues_after_the_callback_was_closed_loses_nothing(tmp_path):
     trainer, board = make(), TensorBoard(tmp_path, every=fitflax.every(steps=1))
     loop = trainer.train_loop(X, Y, steps=4, batch_size=4)
