@@ -926,7 +926,8 @@ class Trainer:
         check_restores_best(hooks, session.task.any_program().eval_params.custom)
         session.clear_stop()
         with session.make_saver() as saver, Interruption(saves=hooks.saves) as interruption, hooks.entered(saver):
-            saved = find_checkpoint(session, resume, hooks)
+            with spent.on("loading"):
+                saved = find_checkpoint(session, resume, hooks)
             validation = make_validation(session, sets, validation_freq, steps=validation_steps, trial=trial, hooks=hooks, interruption=interruption)
             end_epoch = initial_epoch + 1 if steps is None and epochs is None else epochs
             plan = RunPlan(end_epoch=end_epoch, steps_per_epoch=steps_per_epoch, is_fit=True, keep=hooks.keep, info=info)

@@ -119,6 +119,7 @@ class Callback:
         needs_grads: Whether it reads `checkpoint.grads`. The run then keeps the gradient of each step, which takes as much memory as the parameters.
         needs_sown: Collections of sown values that it reads from `checkpoint.sown`.
         needs_culprit: Whether it reads the name of the first value that was not finite. Each step then checks all gradients and parameters.
+        needs_elapsed_time: Whether it reads `checkpoint.elapsed_time`. The run then waits for the device before each validation.
 
     >>> class PrintLoss(Callback):
     ...     def on_epoch_end(self, epoch, logs):
@@ -139,6 +140,7 @@ class Callback:
     needs_grads: bool = False
     needs_sown: str | tuple[str, ...] = ()
     needs_culprit: bool = False
+    needs_elapsed_time: bool = False
     may_skip_batches: bool = False
     may_prefetch: bool = False
     _plain_schedule: Schedule | None = None

@@ -17,8 +17,8 @@ from fitflax.errors import NotReadyError, RestoreError
 from fitflax.loops.configuration import CurrentTask, RestoreOptions, zeros
 from fitflax.optimizers import replace_by_path, settable_by_path, with_hyperparams
 from fitflax.parallel.placement import explicitly
-from fitflax.state import Batch, InferenceState, TrainState, only_params, parts_of, shapes_in, shapes_of, start_average
-from fitflax.steps.live_state import LiveState, collect_dropped, state_faults, strong_types
+from fitflax.state import Batch, InferenceState, TrainState, only_params, parts_of, shapes_in, shapes_of, start_average, state_faults
+from fitflax.steps.live_state import LiveState, collect_dropped, strong_types
 from fitflax.steps.optimizer import LossScaled, scaled_state
 from fitflax.steps.program import check_places
 from fitflax.steps.train_step import Task

@@ -144,7 +144,8 @@ def _prepare_state(
     """Builds or restores the state, begins to compile, and dry-runs a step on the first batch, `fed`; `None` if the resumed run has had all batches."""
     program, callbacks = session.task.need_compiled("fit"), components.callbacks
     if saved is not None:
-        session.restore(saved, None if fed is None else fed.batch, RestoreOptions(is_resume=True))
+        with components.spent.on("loading"):
+            session.restore(saved, None if fed is None else fed.batch, RestoreOptions(is_resume=True))
     saved_steps = None if saved is None else int(saved.metadata.get("steps_per_call", 1))
     steps = session.task.steps_per_call or saved_steps or 1
     if session.state.live is None and fed is not None:

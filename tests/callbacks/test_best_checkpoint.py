@@ -318,6 +318,20 @@ def test_restored_parameters_do_not_affect_a_longer_run(trainer, tmp_path):
     assert not differences(state_of(trainer), uninterrupted)
 
 
+def test_with_a_smaller_keep_a_resumed_run_saves_only_values_that_are_better_than_those(trainer, tmp_path):
+    best_of(trainer, tmp_path, [1, 2, 3], "max", keep=3)
+    best = BestCheckpoint(tmp_path, monitor="score", mode="max", keep=1)
+    fit(trainer, scores(1, 2, 3, 2.5), best, epochs=4, resume=tmp_path)
+    assert steps_in(tmp_path)[-1] == 15 and best.best_step == 15
+
+
+def test_a_resumed_run_without_a_model_checkpoint_keeps_only_the_best(trainer, tmp_path):
+    for values in ([1], [1, 2], [1, 2, 3]):
+        best = BestCheckpoint(tmp_path, monitor="score", mode="max")
+        fit(trainer, scores(*values), best, epochs=len(values), resume=tmp_path if len(values) > 1 else None)
+        assert steps_in(tmp_path) == [best.best_step] == [5 * len(values)]
+
+
 # -- as a plain function --
 
 
