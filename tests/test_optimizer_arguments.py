@@ -431,7 +431,7 @@ def test_evaluation_uses_the_parameters_that_eval_params_computes(place, tmp_pat
         load_inference_state(tmp_path / "run")
 
 
-@pytest.mark.slow
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("name", ["frozen", "itself"])
 def test_using_the_trained_parameters_of_a_run_that_evaluated_their_averages_causes_a_warning(name, tmp_path):
     optimizer = SCHEDULE_FREE[name][0]()
