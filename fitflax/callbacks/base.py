@@ -103,7 +103,7 @@ class Callback:
             `steps` (per epoch), `test_steps`, `log_every`, `validation_sets`, `num_examples` (per pass), `hyperparameters`, `model_flops` (of a training step
             on one device), `resumed_step`, `is_done` (whether a resume has nothing left to do), `note` (a sentence to show to the user), `time_spent` (its
             `seconds` by category).
-        every: The trigger of `on_checkpoint`; `None` for each checkpoint that the loop makes.
+        every: The trigger of `on_checkpoint`; `None` for the end of each epoch, each validation, the last step, and each step at which another trigger fires.
         phase: When the callback is called within an event.
         needs_trainer: Whether the callback cannot be called as a plain function with a checkpoint.
         may_repeat: Whether a run may have several of these callbacks with the same `state_key`. Their keys in checkpoints are then numbered, from the second

@@ -105,14 +105,25 @@ class SummaryLogger(Callback):
         self.every = every
         self.file = file
         self._written_step: int | None = None
+        self._in_fit = False
 
     @override
     def on_train_begin(self, logs: Mapping[str, Any]) -> None:
-        self._written_step = None
+        self._written_step, self._in_fit = None, True
+
+    @override
+    def on_train_end(self, logs: Mapping[str, Any]) -> None:
+        self._in_fit = False
+
+    @override
+    def wants(self, checkpoint: Checkpoint) -> bool:
+        # In `fit`, the last step may have been a checkpoint of another callback before.
+        return self.every is None and checkpoint.is_last
 
     @override
     def on_checkpoint(self, checkpoint: Checkpoint) -> None:
-        if checkpoint.run.position.is_repeat:
+        is_of_other = self._in_fit and self.every is None and not (checkpoint.epoch_ends or checkpoint.is_last)
+        if is_of_other or (checkpoint.run.position.is_repeat and checkpoint.step == self._written_step):
             return
         self._written_step = checkpoint.step
         steps, seconds = checkpoint.n_completed_steps, checkpoint.elapsed_time

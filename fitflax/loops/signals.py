@@ -60,7 +60,7 @@ class Interruption:
 
     It sets no handlers in these cases:
 
-    * Outside the main thread, and for signals that C code handles; it warns.
+    * Outside the main thread, and for signals that C code handles; it warns if the run is saved.
     * For ignored signals, such as SIGINT in a script's background jobs.
     * With `jax.distributed`, because a handler would disable JAX's own. `check` queries JAX about SIGTERM; Ctrl-C raises KeyboardInterrupt, and the loop
       saves as after any exception.

@@ -387,7 +387,7 @@ def test_on_batch(session: Session, triple: Triple) -> dict[str, Any]:
 
 def predict_on_batch(session: Session, x: PyTree) -> PyTree:
     """Returns the module's outputs for one batch of inputs, as NumPy arrays `[batch, ...]`."""
-    live, program = session.state.need("predict_on_batch"), session.task.any_program()
+    live, program = session.state.need("predict_on_batch", evaluates=True), session.task.any_program()
     fed = session.task.feeder.single(Triple(x, (), None), "predict")
     session.state.check_batch(fed.batch)
     program.preparation.predict(live.borrow(), fed.batch, is_single=True, is_counted=fed.is_counted)

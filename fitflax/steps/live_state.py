@@ -183,6 +183,11 @@ class EvalParams:
             self._is_schedule_free = bool(_schedule_free_states(self._opt_state_of(state)))
         return schedule_free_eval_params if self.custom is None and state.ema_params is None and self._is_schedule_free else self.custom
 
+    def name_of(self, state: TrainState) -> str | None:
+        """Returns the name of that function, or of its class."""
+        function = self.function_of(state)
+        return None if function is None else getattr(function, "__name__", type(function).__name__)
+
     def _opt_state_of(self, state: TrainState) -> PyTree:
         return state.opt_state.inner_state if self._is_scaled else state.opt_state
 
