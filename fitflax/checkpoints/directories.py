@@ -5,7 +5,7 @@ A directory whose name does not begin with `.` is a complete checkpoint. Every c
 
     step_00002000/                             a complete checkpoint
     retention.json                             the steps that each owner wants, and steps whose owners are unknown
-    .run.json                                  the run that the directory belongs to, and the process that claimed it
+    .run.json                                  the run that the directory belongs to, the process that claimed it, and whether the run has saved here
     .lock                                      locked while a run uses the directory (`fitflax.storage.lock`)
     .step_00002000.tmp-PROCESS-RANDOM/         being written; a leftover if its process is dead
     .replaced-step_00002000.RANDOM/            replaced by a new checkpoint of the same name; restored if that is missing

@@ -227,6 +227,18 @@ def test_a_run_that_overwrites_and_dies_before_its_first_checkpoint_loses_nothin
     assert trainer.step == 7 and steps_in(tmp_path) == [5, 7]
 
 
+@pytest.mark.parametrize("how", ["weights_only", "partial", "load_weights"])
+def test_a_run_from_restored_parameters_is_a_new_one_and_does_not_delete_the_old_one(how, trainer, tmp_path):
+    fit(trainer, ModelCheckpoint(tmp_path / "a", keep=None), epochs=2)
+    if how == "load_weights":
+        trainer.load_weights(trainer.save_weights(tmp_path / "weights.safetensors"))
+    else:
+        trainer.restore(tmp_path / "a", **{how: True})
+    with pytest.raises(DirectoryInUseError):
+        fit(trainer, ModelCheckpoint(tmp_path / "a"), epochs=1)
+    assert steps_in(tmp_path / "a") == [5, 10]
+
+
 def test_fitting_twice_with_the_same_trainer_and_callbacks_works(trainer, tmp_path):
     callbacks = [ModelCheckpoint(tmp_path / "a", keep=None), BestCheckpoint(tmp_path / "b", monitor="loss", keep=None)]
     for steps in (7, 13):
@@ -319,6 +331,18 @@ def test_a_callback_may_change_the_state_before_it_is_saved(trainer, tmp_path):
     again = make_trainer(model=nn.Dense(3), optimizer="sgd")
     again.restore(tmp_path)
     assert again.learning_rate == trainer.learning_rate
+
+
+def test_a_loop_that_continues_after_an_error_does_not_save_in_the_directory_of_another_run(trainer, tmp_path):
+    fit(trainer, ModelCheckpoint(tmp_path), epochs=2)
+    trainer.build((X[:4], Y[:4]))
+    saving = [ModelCheckpoint(tmp_path, every=fitflax.every(steps=1)), BestCheckpoint(tmp_path, monitor="loss")]
+    with trainer.train_loop(X, Y, batch_size=4, steps=3) as loop:
+        for checkpoint in loop:
+            for save in saving:
+                with pytest.raises(DirectoryInUseError):
+                    save(checkpoint)
+    assert steps_in(tmp_path) == [5, 10]
 
 
 def test_in_a_loop_over_a_state_that_is_split_between_processes_process_0_opens_the_run_first(tmp_path, monkeypatch):
