@@ -307,7 +307,8 @@ class CheckpointStore:
     ) -> Location:
         """Writes a checkpoint and, once it is complete and on the disk, deletes those that no owner keeps anymore.
 
-        If another owner has saved the step in this process and run, this owner is added without writing again. Another checkpoint of the step is replaced.
+        If another owner has saved the step in this process and run, with all these metrics, this owner is added without writing again. Another checkpoint of
+        the step is replaced.
 
         Args:
             step: The number of completed steps.
@@ -352,7 +353,8 @@ class CheckpointStore:
             same = (existing.get("process"), existing.get("run_id")) == (PROCESS, metadata.get("run_id"))
             is_written, unnoted = False, None
             try:
-                is_written = same and self._retention(present).is_saved_by_others_only(step, owner)
+                lacks_metrics = dict(_metrics(metadata)).keys() - dict(_metrics(existing)).keys()
+                is_written = same and not lacks_metrics and self._retention(present).is_saved_by_others_only(step, owner)
                 # Recorded before the checkpoint exists: if the process dies in between, a resume finds the owners that want it.
                 self._record(owner, wanted_steps, present, step=step, also=also, is_new=not same)
             except (OSError, CheckpointError) as error:
