@@ -183,6 +183,15 @@ def test_a_directory_in_use_is_an_error_before_the_first_step(trainer, tmp_path)
     assert trainer.step == 0 and steps_in(tmp_path) == [5]
 
 
+def test_two_model_checkpoints_in_one_directory_are_an_error(trainer, tmp_path):
+    """Each would delete the checkpoints of the other."""
+    two = [ModelCheckpoint(tmp_path, every=fitflax.every(steps=2), keep=1), ModelCheckpoint(str(tmp_path), keep=None)]
+    for use in (lambda: fit(trainer, *two, epochs=3), lambda: fitflax.serial(*two)):
+        with pytest.raises(CallbackError, match="2 ModelCheckpoints save in the same directory"):
+            use()
+    assert trainer.step == 0
+
+
 def test_errors_of_other_callbacks_do_not_hide_that_a_directory_is_in_use(trainer, tmp_path):
     """If on_train_begin of a callback was not called, its on_train_end may fail."""
 
