@@ -127,6 +127,7 @@ FIRST: dict[str, Any] = {
     **{f"{who} stops": {**STOPPING, "directory": f"{{root}}/stop-{who}", "stop": {"step": 7, "processes": [who]}} for who in (0, 1)},
     "clock": {**PARALLEL, "brief": True, "steps": 100, "seconds": 0.3},
     **{f"watch, {kind}": {"kind": kind, "watch": True, "directory": f"{{root}}/watch-{kind}"} for kind in ("data parallel", "fsdp")},
+    "stages": {**PARALLEL, "brief": True, "steps": 3, "directory": "{root}/stages", "next_stage": True},
     "tokens": TOKENS,
     "own": {"kind": "own", "brief": True, "steps": 3, "directory": "{root}/own"},
     "other data": {**PARALLEL, "differ": True},
@@ -250,6 +251,11 @@ def test_a_run_resumes_with_another_number_of_processes(alone, first, four, one,
         assert found["best"] == [pytest.approx(alone["history"]["val_loss"][best], abs=1e-5), 3 * (best + 1)]
     assert CheckpointStore(root / "relay/checkpoints").latest() == 12
     assert (root / "relay/log.csv").read_text().count("\n") == 5  # Only one process writes, whichever it is.
+
+
+def test_a_run_continues_with_a_new_directory_of_checkpoints_and_its_best_ones(first, root):
+    assert [each["step"] for each in first.results("stages")] == [5, 5]
+    assert [CheckpointStore(root / "stages" / name).latest() for name in ("checkpoints", "next")] == [3, 5]
 
 
 def test_a_run_with_a_split_state_resumes_with_another_number_of_processes(alone, first, four, one, last, root):

@@ -208,7 +208,14 @@ class BestCheckpoint(StoreCallback):
         if not self.restore_best:
             return
         self._wait_for_saves(self._saver)
-        step = self.best_step
+        step = best_step = self.best_step
+        if best_step is not None and not jax.process_index():
+            # A run that resumed from an older checkpoint may not have reached the better one that replaced this one.
+            present = set(self.store.steps())
+            step = next((one for _, one in self._ranking if one in present), None)
+            if step != best_step:
+                what = "the last parameters are kept" if step is None else f"the parameters of step {step} are restored"
+                warn(f"{self.directory} no longer contains the best checkpoint, of step {best_step}, so {what}.")
         # A state that is not split is saved by process 0 alone, so the others wait for it here. After a failure, not all processes may get here.
         if jax.process_count() > 1 and failure_since(failure_before) is None and count_processes(self.trainer.state.step.devices()) > 1:
             step = exchange(step, "the best checkpoint")[0]

@@ -40,6 +40,7 @@ class CallbackList:
         for index, callback in enumerate(in_user_order):
             if any(callback is other for other in in_user_order[:index]):
                 raise CallbackError(f"callbacks contains the same {type(callback).__name__} object twice. Pass each object once.")
+        _check_places(in_user_order)
         self._keys = _state_keys(in_user_order)
         self._all = sorted(in_user_order, key=lambda callback: callback.phase)
         # All processes check all triggers, because they have to run the same number of steps until one fires.
@@ -286,6 +287,15 @@ def _state_keys(callbacks: Iterable[Callback]) -> dict[int, str]:
     return keys
 
 
+def _check_places(callbacks: Iterable[Any]) -> None:
+    """Raises a `CallbackError` if two callbacks save every checkpoint in the same directory. Each would delete those of the other."""
+    unique = {id(callback): callback for callback in callbacks if isinstance(callback, Callback)}.values()
+    counts = Counter(callback.saves_as for callback in unique if callback.saves_as is not None)
+    for (directory, owner), count in counts.items():
+        if count > 1:
+            raise CallbackError(f"{count} {owner}s save in the same directory, {directory}. Pass a different directory to each.")
+
+
 def _check_callback(callback: Any) -> None:
     if isinstance(callback, type) and issubclass(callback, Callback):
         raise CallbackError(f"callbacks must be instances. Received: the class {callback.__name__}. Pass {callback.__name__}(...).")
@@ -405,7 +415,7 @@ def serial(*steps: Callable[[Any], Any]) -> Serial:
 
     Raises:
         ConfigError: One of them is not callable.
-        CallbackError: One of them is a callback that needs a trainer.
+        CallbackError: One of them is a callback that needs a trainer, or two are `ModelCheckpoint`s with the same directory.
 
     >>> serial(lambda c: c + 1, lambda c: c * 2)(3)
     8
@@ -416,4 +426,6 @@ def serial(*steps: Callable[[Any], Any]) -> Serial:
         if isinstance(step, Callback):
             step.check_alone()
     # Flattened, so that a callback that saves finds all earlier ones in the same list.
-    return Serial([part for step in steps for part in (step.parts if isinstance(step, Serial) else (step,))])
+    parts = [part for step in steps for part in (step.parts if isinstance(step, Serial) else (step,))]
+    _check_places(parts)
+    return Serial(parts)

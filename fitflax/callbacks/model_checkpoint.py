@@ -1,6 +1,7 @@
 """`ModelCheckpoint`: saves checkpoints from which a run can be resumed. `StoreCallback` is the base class of callbacks that save the run."""
 
 import contextlib
+import copy
 import functools
 import os
 from collections.abc import Collection, Iterator, Mapping
@@ -85,8 +86,11 @@ class StoreCallback(Callback):
 
     def _open_plain_run(self, checkpoint: Checkpoint) -> None:
         """Opens the run of a checkpoint if this callback is used as a plain function. A run that ended may have been continued with another saver."""
+        earlier = copy.copy(self._plain_run)
         continues = self._plain_run.continues(checkpoint)
-        if checkpoint.run.saver is not self._saver:
+        if checkpoint.run.saver is self._saver:
+            return
+        try:
             self.enter_run(checkpoint.run.saver)
             if not continues:
                 open_run = functools.partial(self.open_run, checkpoint.run_id, checkpoint.run.position.moment.start_step)
@@ -94,6 +98,10 @@ class StoreCallback(Callback):
                     after_first(open_run)
                 else:
                     open_run()
+        except BaseException:
+            # The next call tries again. Otherwise, it would save in a directory that another run may be using.
+            self._saver, self._plain_run = None, earlier
+            raise
 
     def _save(self, checkpoint: Checkpoint, keep: Collection[int]) -> None:
         with self._warn_on_failure():

@@ -64,7 +64,7 @@ class _RunSave:
 
     def save_alone(self) -> None:
         if self._asynchronous:
-            self._run.snapshots.wait_for_room()
+            self._wait_for_room()
             # After a failure, no snapshot is made: the failed save may still hold the memory.
             if self._saver.failure is None and self._saver.submit(self._save_later(None)):
                 return
@@ -76,7 +76,7 @@ class _RunSave:
         """Saves together with all other processes, which reach the same save. If it fails in one, it fails in all."""
         step, saver, is_rescue = self._checkpoint.step, self._saver, self._run.position.is_rescue
         if self._asynchronous:
-            self._run.snapshots.wait_for_room()  # Before the meeting, where other processes would wait.
+            self._wait_for_room()  # Before the meeting, where other processes would wait.
         failure = saver.failure
         try:
             what = f"step {step} in {self._store.directory}"
@@ -109,6 +109,12 @@ class _RunSave:
                         collective.follow(lambda path: self._write_shards(path, to_plain(self._run.borrow(), root="train", may_span=True)), place)
         if is_later and not saver.submit(job, on_skip=collective.abort):
             collective.abort()  # Another save has failed. All processes learn of it at the next meeting.
+
+    def _wait_for_room(self) -> None:
+        position = self._run.position
+        if position.is_last or position.is_rescue:
+            self._saver.wait_until_idle()  # If an earlier save fails, this one is skipped behind it, and no later one tries again.
+        self._run.snapshots.wait_for_room()
 
     def _save_now(self, collective: CollectiveSave | None) -> None:
         run = {**self._checkpoint.run_state, **self._data}

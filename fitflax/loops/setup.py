@@ -183,9 +183,11 @@ def _prepare_state(
 def find_saved(session: Session, resume: Any, stores: Sequence[CheckpointStore]) -> Saved | None:
     """Returns the checkpoint to resume from, the same in all processes; `None` to begin a new run."""
     saved = read_collectively(lambda together: find_resume(resume, stores, together), num_processes=session.strategy.num_processes)
-    if saved is None and resume == "auto":
+    if saved is None and resume == "auto" and not stores[0].has_saved():
         # A run that was killed before its first checkpoint begins again under the same ID, so that it keeps its other directories.
         session.run_id = stores[0].run_id() or session.run_id
+    if session.strategy.num_processes > 1:
+        session.run_id = exchange(session.run_id, "the run ID")[0]
     return saved
 
 

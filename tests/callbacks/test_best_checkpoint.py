@@ -11,7 +11,7 @@ import pytest
 import fitflax
 from fitflax.callbacks import BestCheckpoint, Callback, EarlyStopping, LambdaCallback, ModelCheckpoint, Phase, best_checkpoint
 from fitflax.checkpoints import CheckpointStore
-from fitflax.errors import CallbackError, CheckpointError, MonitorError
+from fitflax.errors import CallbackError, CheckpointError, FitflaxWarning, MonitorError
 from fitflax.loops.training_loop import Run
 from tests.run_script import differences, directory_of, state_of, steps_in
 
@@ -216,6 +216,13 @@ def test_the_closing_validation_can_be_the_best(trainer, tmp_path):
     assert (best.best, best.best_step, CheckpointStore(tmp_path / "best").best("val_loss", "min")) == (values[1], 7, 7)
 
 
+def test_the_closing_best_has_its_value_in_a_shared_directory(trainer, tmp_path):
+    data, best = (X, np.zeros(20, np.int32)), BestCheckpoint(tmp_path)  # The loss decreases with every step.
+    trainer.fit(data, batch_size=4, steps=7, validation_data=data, verbose=0, callbacks=[best, ModelCheckpoint(tmp_path)])
+    assert best.best_step == CheckpointStore(tmp_path).best("val_loss", "min") == 7
+    assert best.best == CheckpointStore(tmp_path).metric(7, "val_loss")
+
+
 def test_a_closing_validation_does_not_delete_the_previous_best(trainer, tmp_path):
     """A longer run resumes from a checkpoint that knows only the previous best."""
     run(trainer, tmp_path, 7)
@@ -336,6 +343,23 @@ def test_a_resumed_run_without_a_model_checkpoint_keeps_only_the_best(trainer, t
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("keep", "step"), [(1, 25), (2, 20)])
+def test_a_best_checkpoint_that_was_replaced_later_is_not_restored(keep, step, trainer, tmp_path):
+    """The run resumes from step 15, which remembers step 5 as the best, but does not reach the better steps again that replaced step 5."""
+
+    def start(*values: float, **options: Any) -> BestCheckpoint:
+        best = BestCheckpoint(tmp_path / "best", monitor="score", mode="min", keep=keep, restore_best=True)
+        fit(trainer, scores(*values), best, ModelCheckpoint(tmp_path / "all", keep=None), epochs=len(values), **options)
+        return best
+
+    start(5, 6, 7, 4, 3)
+    what = "the last parameters are kept" if step == 25 else "the parameters of step 20 are restored"
+    with pytest.warns(FitflaxWarning, match=rf"best no longer contains the best checkpoint, of step 5, so {what}\.$"):
+        start(5, 6, 7, 5.5, 9, resume=tmp_path / "all/step_00000015")
+    saved = CheckpointStore(tmp_path / "all").restore(step).train["params"]
+    assert all(jax.tree.leaves(jax.tree.map(np.array_equal, jax.device_get(trainer.state.params), saved)))
+
+
 def test_as_a_plain_function_it_checks_every_checkpoint(trainer, tmp_path):
     best = BestCheckpoint(tmp_path, monitor="valid_loss", keep=2)
     process = fitflax.serial(trainer.eval_loop((X, Y), name="valid"), best)

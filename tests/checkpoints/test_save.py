@@ -84,3 +84,21 @@ def test_wherever_saving_is_killed_the_old_or_new_checkpoint_exists_or_an_error_
         save_checkpoint(directory / "x", train={"w": 3}, run={}, metadata={})
         assert load_checkpoint(directory / "x").train == {"w": 3}
     assert moved == 1
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_ctrl_c_after_a_rename_leaves_the_old_checkpoint(number, tmp_path, monkeypatch):
+    """A signal handler raises when the call returns."""
+    save_checkpoint(tmp_path / "x", train={"w": 1}, run={}, metadata={})
+    rename, calls = os.rename, []
+
+    def interrupted(source, target):
+        rename(source, target)
+        calls.append(target)
+        if len(calls) == number:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "rename", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        save_checkpoint(tmp_path / "x", train={"w": 2}, run={}, metadata={})
+    assert load_checkpoint(tmp_path / "x").train == {"w": 1} and os.listdir(tmp_path) == ["x"]

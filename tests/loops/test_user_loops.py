@@ -4,6 +4,7 @@ import contextlib
 import functools
 import gc
 import pathlib
+import shutil
 import subprocess
 import sys
 import threading
@@ -599,6 +600,15 @@ def test_two_runs_of_one_trainer_cannot_be_interleaved():
 def test_a_run_that_died_before_its_first_checkpoint_starts_over_with_the_same_run_id(tmp_path):
     CheckpointStore(tmp_path).claim("0123456789abcdef", overwrite=False)
     assert next(plain_loop(steps=1, restore_from=tmp_path)).run_id == "0123456789abcdef"
+
+
+def test_a_run_whose_checkpoints_were_removed_starts_over_with_another_run_id(tmp_path):
+    """Otherwise it would replace what it has in other directories, such as its best checkpoints."""
+    with plain_loop(steps=2) as loop:
+        ModelCheckpoint(tmp_path)(loop.run(2))
+    run_id = CheckpointStore(tmp_path).run_id()
+    shutil.rmtree(CheckpointStore(tmp_path).path(2))
+    assert CheckpointStore(tmp_path).run_id() == run_id != next(plain_loop(steps=1, restore_from=tmp_path)).run_id
 
 
 def test_the_state_is_initialized_from_the_sample():
