@@ -725,7 +725,7 @@ def test_a_damaged_checkpoint_is_skipped_and_the_run_equals_an_uninterrupted_run
 def test_a_run_whose_only_checkpoint_is_damaged_starts_over(uninterrupted, tmp_path):
     run(tmp_path / "run", epochs=1)
     damage(tmp_path / "run/checkpoints/step_00000005", "state truncated")
-    with pytest.warns(FitflaxWarning, match="skipped a damaged checkpoint"):
+    with pytest.warns(FitflaxWarning, match="skipped a damaged checkpoint"), pytest.warns(FitflaxWarning, match="is intact, so a new run begins"):
         resumed = run(tmp_path / "run", epochs=2)
     assert_equal(resumed, uninterrupted(epochs=2))
 
