@@ -760,7 +760,7 @@ def test_a_run_whose_only_checkpoint_is_damaged_starts_over(uninterrupted, tmp_p
     run(tmp_path / "run", epochs=1)
     shutil.rmtree(tmp_path / "run/best")  # Otherwise, its checkpoints would be replaced, which is an error.
     damage(tmp_path / "run/checkpoints/step_00000005", "state truncated")
-    with pytest.warns(FitflaxWarning, match="skipped a damaged checkpoint"):
+    with pytest.warns(FitflaxWarning, match="skipped a damaged checkpoint"), pytest.warns(FitflaxWarning, match="is intact, so a new run begins"):
         resumed = run(tmp_path / "run", epochs=2)
     assert_equal(resumed, uninterrupted(epochs=2))
 
