@@ -21,7 +21,7 @@ import fitflax
 from fitflax.callbacks import LambdaCallback, ModelCheckpoint
 from fitflax.checkpoints import load_inference_state
 from fitflax.errors import ConfigError, LossError, MetricError, ModelError, OptimizerError
-from fitflax.models.nnx_model import adapt_nnx
+from fitflax.models.nnx_model import _rngs, adapt_nnx
 from fitflax.parallel import DataParallel, Sharded
 from tests.nnx_hand_written import assert_same, hand_written_loop, values
 
@@ -306,6 +306,13 @@ def test_streams_passed_to_a_call_are_the_trainers():
     first, second = (make(model, seed=seed).train_on_batch((X[:8], Y[:8]))["loss"] for seed in (0, 1))
     assert first != second
     np.testing.assert_allclose(make(model).predict(X), nnx.view(model, deterministic=True)(X), rtol=1e-5, atol=1e-6)
+
+
+def test_a_stream_that_is_not_named_is_independent_of_the_named_ones():
+    rngs = _rngs({"dropout": jax.random.key(0), "noise": jax.random.key(1)})
+    drawn = [rngs.dropout(), rngs.noise(), rngs(), rngs.other()]
+    assert len({tuple(jax.random.key_data(key).tolist()) for key in drawn}) == 4
+    assert _rngs({"default": jax.random.key(0)})() == nnx.Rngs(jax.random.key(0))()
 
 
 # -- what modules may hold --
