@@ -99,6 +99,7 @@ class NNXModel(Model):
 
     loss_arguments = ("model", "batch")
     loss_keywords = ("train",)
+    frozen = (FROZEN,)
     rng_hint = (
         " Pass random streams to the layers, nnx.Dropout(rate, rngs=rngs); or add an argument `rngs` to __call__, which the trainer sets, and name its "
         "streams: Trainer(rngs=('dropout', ...)) for training, or Trainer(rngs={'train': ..., 'eval': ...}) for evaluation as well."

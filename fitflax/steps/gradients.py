@@ -156,19 +156,20 @@ class ForwardPass:
             metrics[entry.key] = self.objective.update(entry, outputs, batch.y, weights if entry.weighted else mask, logged)
             notes.compiled_metrics[entry.key] = entry.metric
         notes.order[:] = metrics
-        kept = {name: tree for name, tree in changed.items() if name not in self.transient}
+        unstored = (*self.transient, *self.model.frozen) if self.numerics.is_half else self.transient  # Rounded values must not be stored.
+        kept = {name: tree for name, tree in changed.items() if name not in unstored}
         written = kept.pop("params", {})
         # `stop_gradient` of the whole dict would sort the keys, but values are shown in the order of the keys.
         metrics = {key: jax.lax.stop_gradient(metric) for key, metric in metrics.items()}
         wanted, written = jax.lax.stop_gradient(({name: changed[name] for name in sown if name in changed}, written))
-        return local, ForwardResult(metrics, {**model_state, **kept}, wanted, {} if self.numerics.is_half else written)  # Rounded values must not be stored.
+        return local, ForwardResult(metrics, {**model_state, **kept}, wanted, {} if self.numerics.is_half else written)
 
     def _values(
         self, params: PyTree, model_state: dict[str, PyTree], batch: Batch, *, draws: Draws, train: bool
     ) -> tuple[Any, dict[str, PyTree], dict[str, Any]]:
         """Returns the results of `compute_loss`; parameters and inputs are cast to the compute dtype, and outputs and collections back."""
-        params, x = self.numerics.narrow((params, batch.x))
-        variables, options = {"params": params, **model_state}, {"train": train, "draws": draws, "mutable": self.mutable}
+        variables, x = self._narrowed(params, model_state, batch.x)
+        options = {"train": train, "draws": draws, "mutable": self.mutable}
         try:
             if self.compute_loss is None:
                 outputs, changed = self.model.apply(variables, x, **options)
@@ -186,6 +187,12 @@ class ForwardPass:
         except ModifyScopeVariableError as error:
             raise ModelError(f"compute_loss: {error}.{MUTABLE_HINT}") from error
         return values, self.numerics.as_stored(changed, model_state), {key: self.numerics.widen(value) for key, value in aux.items()}
+
+    def _narrowed(self, params: PyTree, model_state: Mapping[str, PyTree], x: PyTree) -> tuple[dict[str, PyTree], PyTree]:
+        """Returns the variables and inputs of a call, with parameters, frozen ones included, and inputs in the compute dtype."""
+        frozen = {name: model_state[name] for name in self.model.frozen if name in model_state}
+        params, frozen, x = self.numerics.narrow((params, frozen, x))
+        return {"params": params, **model_state, **frozen}, x
 
     def _mean_part(self, name: str, values: jax.Array, batch: Batch, weights: jax.Array, mask: jax.Array, totals: Totals | None) -> tuple[Mean, jax.Array]:
         """Returns the logged mean of one part of the loss, and this replica's share of its global mean."""

@@ -238,8 +238,8 @@ class Task(ForwardPass):
     def outputs(self, params: PyTree, model_state: dict[str, PyTree], key: jax.Array, x: PyTree, *, train: bool, index: Any = None) -> PyTree:
         """Returns the module's outputs; random keys follow from `key` and, in evaluation, from `index`."""
         draws = self._draws(key, train=train, index=index)
-        params, x = self.numerics.narrow((params, x))
-        return self.numerics.widen(self.model.apply({"params": params, **model_state}, x, train=train, draws=draws, mutable=self.mutable)[0])
+        variables, x = self._narrowed(params, model_state, x)
+        return self.numerics.widen(self.model.apply(variables, x, train=train, draws=draws, mutable=self.mutable)[0])
 
     def _draws(self, key: jax.Array, *, train: bool, index: Any = None) -> Draws:
         if train:

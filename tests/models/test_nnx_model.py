@@ -543,6 +543,28 @@ def test_frozen_parameters_stay_bit_for_bit_identical_on_several_devices(options
     jax.tree.map(np.testing.assert_array_equal, trainer.state.model_state["frozen"], before)
 
 
+@pytest.mark.parametrize("options", [{}, {"accumulate_steps": 2}], ids=["plain", "accumulated"])
+def test_frozen_parameters_compute_in_half_precision_and_are_stored_unchanged(options):
+    dtypes = []
+
+    class Adapted(nnx.Module):
+        def __init__(self, rngs):
+            self.base, self.lora = nnx.Linear(4, 3, rngs=rngs), nnx.LoRA(4, 2, 3, rngs=rngs)
+
+        def __call__(self, x):
+            outputs = self.base(x) + self.lora(x)
+            dtypes.append(str(outputs.dtype))
+            return outputs
+
+    trainer = make(Adapted(nnx.Rngs(0)), trainable=nnx.LoRAParam, precision="bfloat16", **options)
+    before = jax.tree.map(np.array, trainer.state.model_state["frozen"])
+    trainer.train_on_batch((X[:8], Y[:8]))
+    trainer.evaluate(X, Y, verbose=0)
+    trainer.predict(X)
+    assert set(dtypes) == {"bfloat16"}
+    jax.tree.map(np.testing.assert_array_equal, trainer.state.model_state["frozen"], before)
+
+
 def test_a_variable_with_a_named_sharding_has_its_axis_names():
     mesh = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4], axis_types=(jax.sharding.AxisType.Auto,))
     model = nnx.Linear(4, 3, rngs=nnx.Rngs(0))
