@@ -4,6 +4,7 @@ import pathlib
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -67,6 +68,20 @@ def test_an_inference_state_evaluates_and_predicts_like_the_trainer_that_saved_i
     np.testing.assert_array_equal(server.predict(VALID[0]), trainer.predict(VALID[0]))
     np.testing.assert_array_equal(server.predict_on_batch(VALID[0]), trainer.predict_on_batch(VALID[0]))
     assert server.step == 10 and not jax.tree.leaves(server.state.opt_state)
+
+
+def test_averages_of_parameters_in_half_precision_are_served_in_float32(tmp_path):
+    x, y = VALID
+    trainer, server = (fitflax.Trainer(nn.Dense(3, param_dtype=jnp.bfloat16)) for _ in range(2))
+    trainer.compile("adam", "sparse_categorical_crossentropy", ema_decay=0.5)
+    trainer.fit(x, y, verbose=0)
+    path, loss, outputs = trainer.save(tmp_path / "final"), trainer.evaluate(x, y, verbose=0), trainer.predict(x)
+    server.replace_state(load_inference_state(path))  # The module's shapes are not known yet.
+    np.testing.assert_array_equal(server.predict(x), outputs)
+    trainer.replace_state(trainer.inference_state())
+    assert trainer.evaluate(x, y, verbose=0) == loss and trainer.state.params["kernel"].dtype == jnp.float32
+    trainer.restore(path)  # Into the module's own dtypes.
+    assert trainer.state.params["kernel"].dtype == jnp.bfloat16 and trainer.evaluate(x, y, verbose=0) == loss
 
 
 @pytest.mark.slow
