@@ -704,7 +704,7 @@ class Trainer:
         `optimizer` and `step_rngs` provide the compiled optimizer and random keys. `step` and `ema_params` are updated for you.
 
         Logs are means over the epoch, so metrics that are not means (r2, rmse, perplexity) become means of their values per batch. The compiled loss and
-        metrics are then used only in evaluation.
+        metrics are then used only in evaluation. If the override calls `super().train_step`, metrics whose value is an array are not logged in training.
 
         An NNX module is created with `merge(params, state.model_state, train=True)`; `split` returns its collections. With layers in fp8, the override must
         replace the collection `_overwrite_with_gradient` with its gradient.
