@@ -175,13 +175,14 @@ class Task(ForwardPass):
         norm = optax.tree.norm(grads).astype(jnp.float32) if keep.norm else UNKNOWN_NORM
         is_norm_finite = jnp.isfinite(norm) if keep.norm else jnp.bool_(True)
         is_good, is_skipped = jnp.isfinite(loss) & is_norm_finite, None
+        new_state = same_types(dataclasses.replace(state, step=step, params=params, model_state=model_state, opt_state=opt_state), state)
         if scale is not None:
             is_skipped = ~is_finite(grads)
             # At the smallest scale, a gradient that is not finite is as bad as without scaling.
             is_good = jnp.isfinite(loss) & (is_norm_finite | (is_skipped & (scale > MIN_SCALE)))
-            params, model_state = optax.tree.where(is_skipped, (state.params, state.model_state), (params, model_state))
-        new_state = dataclasses.replace(state, step=step, params=params, model_state=model_state, opt_state=opt_state)
-        return _Update(same_types(new_state, state), metrics, loss, grads, norm, is_skipped, is_good, forward.sown)
+            params, model_state = optax.tree.where(is_skipped, (state.params, state.model_state), (new_state.params, new_state.model_state))
+            new_state = dataclasses.replace(new_state, params=params, model_state=model_state)
+        return _Update(new_state, metrics, loss, grads, norm, is_skipped, is_good, forward.sown)
 
     def weighted_logs(self, metrics: dict[str, Metric], batch: Batch) -> dict[str, tuple[jax.Array, jax.Array]]:
         """Returns a batch's global metrics as the pairs that a custom step logs: each replica's share of the sum and of the weight."""

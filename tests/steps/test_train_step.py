@@ -712,7 +712,7 @@ def test_a_train_step_that_does_not_pass_mutable_is_an_error_that_says_what_to_p
         trainer.fit(np.ones((4, 3), np.float32), np.ones((4, 2), np.float32), verbose=0)
 
 
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize("precision", ["float32", "bfloat16", "float16"])
 def test_collections_with_a_different_structure_are_an_error_in_every_precision(precision):
     class Renaming(fitflax.Trainer):
         def compute_loss(self, params, model_state, batch, *, rngs, train):
