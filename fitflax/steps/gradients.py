@@ -239,14 +239,15 @@ class ForwardPass:
             share, new_grads, forward = self._value_and_grad(before, micro, jax.random.fold_in(key, index), notes, scale, totals, sown=sown)
             after = _same_collections(before, forward.model_state)
             after |= jax.tree.map(jnp.maximum, _overwritten(model_state), _overwritten(after))
-            grads = self._with_param_sharding(state, optax.tree.add(grads, new_grads))
+            grads = self._with_param_sharding(state, optax.tree.add(grads, optax.tree.cast_like(new_grads, grads)))
             return (loss + share, grads, after), (forward.metrics, forward.sown, forward.params)
 
         lowest = jax.tree.map(lambda leaf: jnp.full_like(leaf, -jnp.inf), _overwritten(state.model_state))
-        first = (jnp.float32(0), self._with_param_sharding(state, optax.tree.zeros_like(state.params)), {**state.model_state, **lowest})
+        first = (jnp.float32(0), self._with_param_sharding(state, _zero_sums(state.params)), {**state.model_state, **lowest})
         (loss, grads, model_state), (metrics, *others) = jax.lax.scan(body, first, batches)
         rows = rows_of(metrics)
         merged = merge_all({name: metric for name, metric in metrics.items() if name not in rows})
+        grads = optax.tree.cast_like(grads, state.params)
         return loss, grads, ForwardResult(self.strategy.unsplit(rows) | merged, model_state, *_entry(others, -1))
 
     def _value_and_grad(
@@ -372,6 +373,16 @@ def merge_all(metrics: dict[str, Metric]) -> dict[str, Metric]:
     # A loop compiles much faster than a chain of merges.
     first, rest = _entry(metrics, 0), _entry(metrics, slice(1, None))
     return cast(dict[str, Metric], jax.lax.scan(lambda sums, share: ({key: sums[key].merge(share[key]) for key in sums}, None), first, rest)[0])
+
+
+def _zero_sums(params: PyTree) -> PyTree:
+    """Returns zeros like the parameters, but in float32 if these are narrower, because a long sum in half precision loses small terms."""
+
+    def one(leaf: jax.Array) -> jax.Array:
+        is_narrow = jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype.itemsize < 4
+        return jnp.zeros_like(leaf, jnp.float32 if is_narrow else None)
+
+    return jax.tree.map(one, params)
 
 
 def _entry(tree: PyTree, index: Any) -> Any:

@@ -179,6 +179,18 @@ def test_a_micro_batch_with_only_padding_adds_nothing(devices: Devices):
     assert_close(eight, one)
 
 
+def test_gradients_of_parameters_in_half_precision_are_added_in_float32(devices: Devices):
+    class Line(nn.Module):
+        @nn.compact
+        def __call__(self, x: Any) -> Any:
+            return x * self.param("w", nn.initializers.ones, (1,), jnp.bfloat16)
+
+    # In bfloat16, a sum of parts of 1 / 512 stops growing at 0.5.
+    ones = np.ones((512, 1), np.float32)
+    grads = gradient(trainer_of(Line(), devices(1), lambda outputs, targets: outputs[:, 0], 512), (ones, ones))
+    assert grads["w"].dtype == jnp.bfloat16 and grads["w"] == 1
+
+
 def test_a_batch_with_weight_zero_has_a_gradient_of_zero(devices: Devices):
     with pytest.warns(FitflaxWarning, match="are 0, so weighted values such as 'loss' are NaN"):
         grads = gradient(trainer_of(Net(), devices(2), "mse", 2), (X, Y, 0 * WEIGHTS))
