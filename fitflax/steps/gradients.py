@@ -156,13 +156,12 @@ class ForwardPass:
             metrics[entry.key] = self.objective.update(entry, outputs, batch.y, weights if entry.weighted else mask, logged)
             notes.compiled_metrics[entry.key] = entry.metric
         notes.order[:] = metrics
-        unstored = (*self.transient, *self.model.frozen) if self.numerics.is_half else self.transient  # Rounded values must not be stored.
-        kept = {name: tree for name, tree in changed.items() if name not in unstored}
+        kept = {name: tree for name, tree in changed.items() if name not in self.transient}
         written = kept.pop("params", {})
         # `stop_gradient` of the whole dict would sort the keys, but values are shown in the order of the keys.
         metrics = {key: jax.lax.stop_gradient(metric) for key, metric in metrics.items()}
         wanted, written = jax.lax.stop_gradient(({name: changed[name] for name in sown if name in changed}, written))
-        return local, ForwardResult(metrics, {**model_state, **kept}, wanted, {} if self.numerics.is_half else written)
+        return local, ForwardResult(metrics, {**model_state, **kept}, wanted, {} if self.numerics.is_half else written)  # Rounded values must not be stored.
 
     def _values(
         self, params: PyTree, model_state: dict[str, PyTree], batch: Batch, *, draws: Draws, train: bool
@@ -186,7 +185,7 @@ class ForwardPass:
             raise ModelError(f"compute_loss: {error}.{RNG_HINT} It gets rngs={list(draws.rngs)} {'in training' if train else 'in evaluation'}.") from error
         except ModifyScopeVariableError as error:
             raise ModelError(f"compute_loss: {error}.{MUTABLE_HINT}") from error
-        return values, self.numerics.as_stored(changed, model_state), {key: self.numerics.widen(value) for key, value in aux.items()}
+        return values, self.numerics.as_stored(changed, model_state, variables), {key: self.numerics.widen(value) for key, value in aux.items()}
 
     def _narrowed(self, params: PyTree, model_state: Mapping[str, PyTree], x: PyTree) -> tuple[dict[str, PyTree], PyTree]:
         """Returns the variables and inputs of a call, with parameters, frozen ones included, and inputs in the compute dtype."""
@@ -280,11 +279,12 @@ class ForwardPass:
         if self.numerics.accumulate_steps == 1:
             return self.forward(params, state.model_state, batch, draws=self.streams.train_draws(key, self.strategy), train=True)[0]
         totals, batches = self._micro_batches(batch)
+        wide = optax.tree.cast_like(params, jax.eval_shape(_zero_sums, params))  # The gradient of the loop is a sum in these dtypes.
 
         def body(carry: tuple[jax.Array, dict[str, PyTree]], each: tuple[jax.Array, Batch]) -> Any:
             (loss, model_state), (index, micro) = carry, each
             draws = self.streams.train_draws(jax.random.fold_in(key, index), self.strategy)
-            share, forward = self.forward(params, model_state, micro, draws=draws, train=True, totals=totals)
+            share, forward = self.forward(optax.tree.cast_like(wide, params), model_state, micro, draws=draws, train=True, totals=totals)
             return (loss + share, _same_collections(dataclasses.replace(state, model_state=model_state), forward.model_state)), None
 
         # As in training, only one micro-batch's activations are in memory in the backward pass.

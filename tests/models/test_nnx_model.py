@@ -533,7 +533,7 @@ def test_lora_trains_only_its_own_parameters(tmp_path):
 
 
 @pytest.mark.mostly_slow
-@pytest.mark.parametrize("options", [{}, {"accumulate_steps": 2}], ids=["plain", "accumulated"])
+@pytest.mark.parametrize("options", [{}, {"accumulate_steps": 2}, {"precision": "bfloat16"}], ids=["plain", "accumulated", "bfloat16"])
 def test_frozen_parameters_stay_bit_for_bit_identical_on_several_devices(options):
     model = nnx.LoRALinear(4, 64, lora_rank=2, rngs=nnx.Rngs(0))
     trainer = fitflax.Trainer(model, parallel=DataParallel(jax.devices()[:3]), trainable=nnx.LoRAParam)
@@ -563,6 +563,36 @@ def test_frozen_parameters_compute_in_half_precision_and_are_stored_unchanged(op
     trainer.predict(X)
     assert set(dtypes) == {"bfloat16"}
     jax.tree.map(np.testing.assert_array_equal, trainer.state.model_state["frozen"], before)
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_frozen_parameters_that_compute_loss_changes_are_stored_and_others_keep_their_bits(precision):
+    class Average(nnx.Variable): ...
+
+    class Pair(nnx.Module):
+        def __init__(self, rngs):
+            self.student, self.teacher, self.fixed = (nnx.Linear(4, 3, rngs=rngs) for _ in range(3))
+            self.average = Average(jnp.zeros((4, 3)))
+
+        def __call__(self, x):
+            fixed = nnx.remat(lambda layer, x: layer(x))(self.fixed, x)
+            return self.student(x) + self.teacher(x) + fixed
+
+    class MeanTeacher(fitflax.Trainer):
+        def compute_loss(self, model, batch, *, train):
+            kernel = model.student.kernel[...]
+            model.teacher.kernel[...] = jnp.where(jnp.arange(3) > 0, kernel, model.teacher.kernel[...])
+            model.average[...] = 0.999 * model.average[...] + 0.001 * kernel
+            return super().compute_loss(model, batch, train=train)
+
+    trainer = make(Pair(nnx.Rngs(0)), kind=MeanTeacher, trainable=lambda path, leaf: isinstance(leaf, nnx.Param) and "student" in path, precision=precision)
+    given, expected = jax.tree.map(np.array, (trainer.state.params["student"]["kernel"].astype(precision), trainer.state.model_state["frozen"]))
+    expected["teacher"]["kernel"][:, 1:] = given[:, 1:]
+    trainer.train_on_batch((X[:8], Y[:8]))
+    jax.tree.map(np.testing.assert_array_equal, trainer.state.model_state["frozen"], expected)
+    average = trainer.state.model_state["average"]["average"]
+    np.testing.assert_allclose(average, 0.001 * given.astype(np.float32), rtol=1e-2 if precision == "bfloat16" else 1e-6)
+    assert np.any(average != average.astype(jnp.bfloat16))
 
 
 def test_a_variable_with_a_named_sharding_has_its_axis_names():
