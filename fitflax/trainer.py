@@ -596,7 +596,8 @@ class Trainer:
         """Replaces the current state with a copy of another one.
 
         Args:
-            state: A state with the same structure, shapes and dtypes; or an `InferenceState`, at any time, for evaluation and prediction only.
+            state: A state with the same structure, shapes and dtypes; or an `InferenceState`, at any time, for evaluation and prediction only. Its float32
+                parameters are accepted for a linen module in half precision.
 
         Raises:
             RestoreError: The structure, shapes or dtypes differ.

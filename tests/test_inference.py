@@ -1,5 +1,6 @@
 """Serving without an optimizer: what is read, what it evaluates and predicts, and what it refuses."""
 
+import dataclasses
 import pathlib
 
 import flax.linen as nn
@@ -129,6 +130,14 @@ def test_a_state_of_another_module_is_refused(tmp_path):
     late.replace_state(trainer.inference_state())
     with pytest.raises(RestoreError, match="The InferenceState"):
         late.predict(VALID[0])
+
+
+def test_a_state_with_a_number_instead_of_an_array_is_refused():
+    trainer = make_trainer()
+    trainer.build(TRAIN)
+    state = trainer.inference_state()
+    with pytest.raises(RestoreError, match="is float, expected float32"):
+        trainer.replace_state(dataclasses.replace(state, params=jax.tree.map(lambda leaf: 0.5, state.params)))
 
 
 def test_there_is_no_inference_state_before_there_is_a_state():

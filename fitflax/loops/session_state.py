@@ -406,7 +406,7 @@ class SessionState:
         before = live.version
         target = self._task.any_program().initial_state.shapes(self.key, batch)
         if self.is_serving:
-            target = _to_serve(target, live.borrow().params)
+            target = self._to_serve(target, live.borrow().params)
         state = check_fits(target, live.borrow(), self._unchecked_source, cast=self._casts)
         if state.ema_params is not None:
             shapes = jax.eval_shape(start_average, state.params)
@@ -438,10 +438,22 @@ class SessionState:
         parts = self._without_transient({"params": state.params, "model_state": state.model_state})
         train_state = TrainState(step=np.int32(state.step), opt_state=(), key=self.key, **parts)  # type: ignore[arg-type]
         if target is not None:
-            train_state = check_fits(_to_serve(target, train_state.params), train_state, INFERENCE_STATE)
+            train_state = check_fits(self._to_serve(target, train_state.params), train_state, INFERENCE_STATE)
         self._replace_live(train_state)
         self._unchecked_source, self._casts = (INFERENCE_STATE if target is None else None), False
         self._pending, self.is_serving = None, True
+
+    def _to_serve(self, target: TrainState, params: Any) -> TrainState:
+        """Returns the shapes that an `InferenceState` with these parameters must have.
+
+        The parameters may be averages, which are wider than half precision. Those of NNX may not, because they are written to the user's module.
+        """
+        expected = target.params
+        if self.module_variables is None:
+            averages = jax.eval_shape(start_average, expected)
+            dtypes, wide = ({getattr(leaf, "dtype", None) for leaf in jax.tree.leaves(tree)} for tree in (params, averages))
+            expected = averages if dtypes <= wide else expected
+        return dataclasses.replace(target, params=expected, opt_state=(), ema_params=None)
 
     def replace_params(self, params: Any) -> None:
         """Replaces the parameters; averages and the optimizer state start over, but hyperparameters keep their values."""
@@ -464,13 +476,6 @@ class SessionState:
             raise RestoreError(f"replace_state takes a state with the structure, shapes and dtypes of this trainer's state. Differences: {faults}.{hint}")
         state = jax.tree.unflatten(jax.tree.structure(now), jax.tree.leaves(state))
         live.replace(self._strategy.put_state(state), int(state.step))
-
-
-def _to_serve(target: TrainState, params: Any) -> TrainState:
-    """Returns the shapes that an `InferenceState` with these parameters must have; these may be averages, which are wider than half precision."""
-    averages = jax.eval_shape(start_average, target.params)
-    dtypes, wide = ({leaf.dtype for leaf in jax.tree.leaves(tree)} for tree in (params, averages))
-    return dataclasses.replace(target, params=averages if dtypes <= wide else target.params, opt_state=(), ema_params=None)
 
 
 def _restart_changed(averages: Any, before: Any, after: Any) -> Any:

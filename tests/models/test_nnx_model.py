@@ -20,7 +20,7 @@ from flax import nnx
 import fitflax
 from fitflax.callbacks import LambdaCallback, ModelCheckpoint
 from fitflax.checkpoints import load_inference_state
-from fitflax.errors import ConfigError, LossError, MetricError, ModelError, OptimizerError
+from fitflax.errors import ConfigError, LossError, MetricError, ModelError, OptimizerError, RestoreError
 from fitflax.models.nnx_model import _rngs, adapt_nnx
 from fitflax.parallel import DataParallel, Sharded
 from tests.nnx_hand_written import assert_same, hand_written_loop, values
@@ -593,6 +593,18 @@ def test_frozen_parameters_that_compute_loss_changes_are_stored_and_others_keep_
     average = trainer.state.model_state["average"]["average"]
     np.testing.assert_allclose(average, 0.001 * given.astype(np.float32), rtol=1e-2 if precision == "bfloat16" else 1e-6)
     assert np.any(average != average.astype(jnp.bfloat16))
+
+
+def test_averages_that_would_change_the_dtype_of_the_module_are_refused(tmp_path):
+    model = nnx.Linear(4, 3, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    trainer = make(model, ema_decay=0.5)
+    fit(trainer)
+    path, state = trainer.save(tmp_path / "final"), trainer.inference_state()
+    for server in (trainer, make(model)):
+        with pytest.raises(RestoreError, match="kernel is float32, expected bfloat16"):
+            server.replace_state(state)
+    assert model.kernel[...].dtype == jnp.bfloat16
+    trainer.restore(path)
 
 
 def test_a_variable_with_a_named_sharding_has_its_axis_names():
