@@ -185,10 +185,14 @@ def test_gradients_of_parameters_in_half_precision_are_added_in_float32(devices:
         def __call__(self, x: Any) -> Any:
             return x * self.param("w", nn.initializers.ones, (1,), jnp.bfloat16)
 
+    def update(grads: Any, state: Any, params: Any, *, grad_fn: Any) -> Any:
+        return optax.tree.zeros_like(grads), (grads, grad_fn(params))
+
     # In bfloat16, a sum of parts of 1 / 512 stops growing at 0.5.
     ones = np.ones((512, 1), np.float32)
-    grads = gradient(trainer_of(Line(), devices(1), lambda outputs, targets: outputs[:, 0], 512), (ones, ones))
-    assert grads["w"].dtype == jnp.bfloat16 and grads["w"] == 1
+    optimizer = optax.GradientTransformationExtraArgs(lambda params: (optax.tree.zeros_like(params),) * 2, update)
+    for grads in gradient(trainer_of(Line(), devices(1), lambda outputs, targets: outputs[:, 0], 512, optimizer=optimizer), (ones, ones)):
+        assert grads["w"].dtype == jnp.bfloat16 and grads["w"] == 1
 
 
 def test_a_batch_with_weight_zero_has_a_gradient_of_zero(devices: Devices):
