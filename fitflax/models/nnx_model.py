@@ -91,7 +91,7 @@ def _rngs(rngs: Mapping[str, jax.Array]) -> nnx.Rngs:
     if not rngs:
         return nnx.Rngs()
     # NNX does not fold the name into the key, so equal keys would give equal numbers.
-    return nnx.Rngs(**{"default": jax.random.fold_in(next(iter(rngs.values())), zlib.crc32(b"default")), **rngs})
+    return nnx.Rngs({"default": jax.random.fold_in(next(iter(rngs.values())), zlib.crc32(b"default")), **rngs})
 
 
 class NNXModel(Model):
