@@ -203,7 +203,7 @@ def run(
     directory = None if directory is None else directory.format(index=index)
     callbacks: list[Any] = [LambdaCallback(on_train_batch_end=lambda batch, logs: print("step", trainer.step, flush=True))]
     if stop is not None and index in stop["processes"]:
-        callbacks.append(LambdaCallback(on_train_batch_end=lambda batch, logs: trainer.stop("enough") if trainer.step == stop["step"] else None))
+        callbacks.append(LambdaCallback(on_train_batch_end=lambda batch, logs: trainer.stop(f"process {index}") if trainer.step == stop["step"] else None))
     if fail is not None and index == fail["process"]:
         callbacks.append(LambdaCallback(on_train_batch_end=lambda batch, logs: 1 / 0 if trainer.step == fail["step"] else None))
     if watch:

@@ -448,6 +448,8 @@ def test_the_benchmark_of_object_stores_runs_and_prints_its_ratios(capsys):
     assert object_store.main(["--quick"]) == 0
     printed = capsys.readouterr().out
     assert re.search(r"\| save \| \d+\.\d\d ", printed) and "| restore |" in printed
+    assert object_store.main(["--quick", "--pause", "--rounds", "1"]) == 0
+    assert re.search(r"\| bucket \| \d+\.\d ", capsys.readouterr().out)
 
 
 @pytest.mark.slow

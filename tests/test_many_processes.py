@@ -261,14 +261,14 @@ def test_a_run_with_a_split_state_resumes_with_another_number_of_processes(alone
 
 
 def test_a_run_stops_at_the_step_at_which_all_processes_are_asked_to_stop(first):
-    assert [each["step"] for each in first.results("all stop")] == [7, 7]
+    assert [(each["step"], each["reason"]) for each in first.results("all stop")] == [(7, "process 0")] * 2
 
 
 @pytest.mark.parametrize("who", [0, 1])
 def test_if_only_one_process_is_asked_to_stop_all_stop_at_the_same_step(who, first, root):
     found = first.results(f"{who} stops")
     assert found[0]["step"] == found[1]["step"] > 7
-    assert {each["reason"] for each in found} == {"enough"}
+    assert {each["reason"] for each in found} == {f"process {who}"}
     assert CheckpointStore(root / f"stop-{who}/checkpoints").latest() == found[0]["step"]
 
 

@@ -182,7 +182,8 @@ class BestCheckpoint(StoreCallback):
         value = self._monitor.value(logs, self.params.get("validation_sets", ()) if self._in_fit else ())
         if value is None or not self._monitor.is_better(value, self.initial_value):
             return None
-        others = self._rank([entry for entry in self._kept if entry[1] != step])
+        # A resume may have more than `keep` checkpoints, for example if `keep` is smaller than before.
+        others = self._rank([entry for entry in self._kept if entry[1] != step])[: self.keep]
         is_full = self.keep is not None and len(others) >= self.keep
         return value if not is_full or self._monitor.is_better(value, others[-1][0]) else None
 

@@ -21,7 +21,7 @@ from fitflax.callbacks.progress_bar import ProgressBar
 from fitflax.checkpoints.checkpoint import Checkpoint
 from fitflax.checkpoints.saver import Saver
 from fitflax.errors import CallbackError, ConfigError, did_you_mean, warn
-from fitflax.logs import Logs, TimeSpent
+from fitflax.logs import TimeSpent
 from fitflax.steps.outputs import Keep
 from fitflax.triggers import Moment, Schedule
 
@@ -70,16 +70,11 @@ class CallbackList:
 
     def call(self, hook: str, *arguments: Any) -> None:
         """Calls `hook` of all callbacks that override it."""
-        methods = self._hooks[hook]
-        if hook not in _TIMED or not methods:
-            for method in methods:
+        for method in self._hooks[hook]:
+            if hook in _TIMED:
+                self._timed(method, *arguments)
+            else:
                 method(*arguments)
-            return
-        logs = arguments[-1]
-        if isinstance(logs, Logs) and logs.source is not None:
-            logs.source.wait()  # Otherwise, the time of running steps would count as time of callbacks.
-        for method in methods:
-            self._timed(method, *arguments)
 
     @property
     def keep(self) -> Keep:
@@ -88,6 +83,11 @@ class CallbackList:
         norms = (overrides(callback, "on_checkpoint") if callback.needs_gradients_norm is None else callback.needs_gradients_norm for callback in self._all)
         grads, culprit = (any(getattr(callback, name) for callback in self._all) for name in ("needs_grads", "needs_culprit"))
         return Keep(norm=any(norms), grads=grads, sown=tuple(sown), culprit=culprit)
+
+    @property
+    def needs_elapsed_time(self) -> bool:
+        """Whether any callback reads the time of steps."""
+        return any(callback.needs_elapsed_time for callback in self._all)
 
     @property
     def settings_to_compare(self) -> dict[str, Any]:
@@ -99,7 +99,7 @@ class CallbackList:
     @property
     def saves(self) -> bool:
         """Whether any callback saves the run."""
-        return any(callback.phase == Phase.SAVE for callback in self._all)
+        return any(callback.phase == Phase.SAVE and callback.writes_files for callback in self._all)  # Not `RayReport`.
 
     def bind(
         self, trainer: TrainerView, params: Mapping[str, Any], *, spent: TimeSpent | None = None, exits_immediately: Callable[[], bool] = lambda: False
@@ -170,7 +170,7 @@ class CallbackList:
         def sync() -> None:
             checkpoint.run.finish_steps()  # Otherwise, the time of running steps would count as time of saving.
             with self._spent.on("saving"):
-                self.sync()
+                self.sync(checkpoint.run.uploads)
 
         def call(callback: Callback) -> None:
             with self._spent.on("saving" if callback.phase >= Phase.SAVE_BEST else "callbacks"):
@@ -193,8 +193,10 @@ class CallbackList:
                 is_synced = True
                 if not succeeds(sync) and self._exits_immediately():
                     break
+            saves = checkpoint.run.num_saves
             if succeeds(call, callback):
-                is_saved |= callback.phase == Phase.SAVE
+                # If no callback saves the run regularly, the best checkpoint is its newest one.
+                is_saved |= checkpoint.run.num_saves > saves and (callback.phase == Phase.SAVE or not self.saves)
             elif self._exits_immediately():
                 break
         if is_saved:
@@ -204,14 +206,20 @@ class CallbackList:
             raise failure
 
     def on_closing(self, checkpoint: Checkpoint, epoch: int, logs: Mapping[str, Any]) -> None:
-        """Calls `on_closing` of all callbacks."""
-        self.sync()
+        """Calls `on_closing` of all callbacks, after everything before is on disk and uploaded."""
+        uploads: list[Callable[[], None]] = []
+        self.sync(uploads)
+        _call_all(uploads)
         for callback in self._active:
             callback.on_closing(checkpoint, epoch, logs)
 
-    def sync(self) -> None:
-        """Syncs all callbacks, even if one of them fails."""
-        _call_all([callback.sync for callback in self._active])
+    def sync(self, uploads: list[Callable[[], None]]) -> None:
+        """Syncs all callbacks, even if one of them fails. Adds functions to `uploads` that wait for uploads."""
+
+        def sync(callback: Callback) -> None:
+            uploads.extend(filter(None, [callback.sync()]))
+
+        _call_all([functools.partial(sync, callback) for callback in self._active])
 
     def close(self) -> None:
         """Closes all callbacks, even if one of them fails."""

@@ -70,8 +70,8 @@ class LambdaCallback(Callback):
 class SummaryLogger(Callback):
     """Writes the time of the steps since the last checkpoint, and all values by group, one value per line.
 
-    It works in `fit` and, as a plain function, in `serial(...)`. It waits for the device at each checkpoint that it writes. Steps and seconds are counted from
-    the loop's previous checkpoint, even if that was made for another callback. Arrays are left out.
+    It works in `fit` and, as a plain function, in `serial(...)`. It waits for the device at each checkpoint that it writes, and before each validation. Steps
+    and seconds are counted from the loop's previous checkpoint, even if that was made for another callback. Arrays are left out.
 
     Args:
         every: When to write; by default at each checkpoint that the loop makes, which in `fit` are those at the end of each epoch and of the run.
@@ -96,6 +96,7 @@ class SummaryLogger(Callback):
     """
 
     phase = Phase.RECORD  # Called in all processes, because the norm of sharded parameters needs all of them.
+    needs_elapsed_time = True
 
     def __init__(self, *, every: Trigger | None = None, file: TextIO | None = None) -> None:
         check_trigger("SummaryLogger", every)
@@ -104,14 +105,25 @@ class SummaryLogger(Callback):
         self.every = every
         self.file = file
         self._written_step: int | None = None
+        self._in_fit = False
 
     @override
     def on_train_begin(self, logs: Mapping[str, Any]) -> None:
-        self._written_step = None
+        self._written_step, self._in_fit = None, True
+
+    @override
+    def on_train_end(self, logs: Mapping[str, Any]) -> None:
+        self._in_fit = False
+
+    @override
+    def wants(self, checkpoint: Checkpoint) -> bool:
+        # In `fit`, the last step may have been a checkpoint of another callback before.
+        return self.every is None and checkpoint.is_last
 
     @override
     def on_checkpoint(self, checkpoint: Checkpoint) -> None:
-        if checkpoint.run.position.is_repeat:
+        is_of_other = self._in_fit and self.every is None and not (checkpoint.epoch_ends or checkpoint.is_last)
+        if is_of_other or (checkpoint.run.position.is_repeat and checkpoint.step == self._written_step):
             return
         self._written_step = checkpoint.step
         steps, seconds = checkpoint.n_completed_steps, checkpoint.elapsed_time

@@ -35,8 +35,8 @@ def save_run(checkpoint: Checkpoint, store: CheckpointStore, *, owner: str, keep
     """
     run = checkpoint.run
     waiting, run.before_saving = run.before_saving, []
-    for put_on_disk in waiting:
-        put_on_disk()
+    for sync in waiting:
+        run.uploads.extend(filter(None, [sync()]))
     run.num_saves += 1
     also = [name for directory, name in run.savers if directory == store.directory and name != owner]
     save = _RunSave(checkpoint, store, {"step": checkpoint.step, "owner": owner, "keep": keep, "also": also}, asynchronous=asynchronous)
@@ -54,6 +54,7 @@ class _RunSave:
     def __init__(self, checkpoint: Checkpoint, store: CheckpointStore, options: Mapping[str, Any], *, asynchronous: bool) -> None:
         self._checkpoint, self._run, self._saver = checkpoint, checkpoint.run, checkpoint.run.saver
         self._store, self._options, self._asynchronous = store, options, asynchronous
+        self._uploads = list(checkpoint.run.uploads)
         self._data: dict[str, Any] = {}
 
     def join_data(self) -> None:
@@ -96,7 +97,7 @@ class _RunSave:
                 job = functools.partial(collective.lead, self._save_later(collective))
             elif is_later:
                 arrays = self._run.snapshots.take(self._run.borrow(), {})
-                job = functools.partial(collective.follow, lambda path: write_local_shards(path, arrays()[0]), place)
+                job = functools.partial(collective.follow, lambda path: self._write_shards(path, arrays()[0]), place)
             else:
                 earlier = saver.settle()
                 if earlier is None and collective.earlier is not None:
@@ -105,7 +106,7 @@ class _RunSave:
                     if is_leader:
                         collective.lead(lambda: self._save_now(collective))
                     else:
-                        collective.follow(lambda path: write_local_shards(path, to_plain(self._run.borrow(), root="train", may_span=True)), place)
+                        collective.follow(lambda path: self._write_shards(path, to_plain(self._run.borrow(), root="train", may_span=True)), place)
         if is_later and not saver.submit(job, on_skip=collective.abort):
             collective.abort()  # Another save has failed. All processes learn of it at the next meeting.
 
@@ -134,7 +135,17 @@ class _RunSave:
         if self._saver.has_lost or (collective is not None and collective.earlier is not None):
             # Keep everything: steps that the owner wants may be missing.
             options["keep"] = {*options["keep"], *self._store.steps()}
+        self._wait_for_uploads()
         self._store.save(collective=collective, **contents, **options)
+
+    def _write_shards(self, path: Location, train: Plain) -> dict[str, dict[str, int]]:
+        self._wait_for_uploads()
+        return write_local_shards(path, train)
+
+    def _wait_for_uploads(self) -> None:
+        """Waits until the logs are uploaded, so that no resume finds a checkpoint without them. If an upload fails, its callback raises the error later."""
+        for wait in self._uploads:
+            wait()
 
     def _metadata(self, run: Mapping[str, Any]) -> dict[str, Any]:
         checkpoint = self._checkpoint

@@ -11,14 +11,14 @@ import numpy as np
 
 from fitflax.checkpoints.checkpoint_files import Saved
 from fitflax.checkpoints.restore import RestoreReport, check_mapping, match, match_streams, moved, needs_shapes, refit, report_of
-from fitflax.checkpoints.resume import INFERENCE_STATE, check_fits, fit_to, restored_state, warn_of_changes
+from fitflax.checkpoints.resume import INFERENCE_STATE, check_fits, fit_to, restored_state, warn_of_changes, warn_of_eval_params
 from fitflax.data import Position
 from fitflax.errors import NotReadyError, RestoreError
 from fitflax.loops.configuration import CurrentTask, RestoreOptions, zeros
 from fitflax.optimizers import replace_by_path, settable_by_path, with_hyperparams
 from fitflax.parallel.placement import explicitly
-from fitflax.state import Batch, InferenceState, TrainState, only_params, parts_of, shapes_in, shapes_of, start_average
-from fitflax.steps.live_state import LiveState, collect_dropped, state_faults, strong_types
+from fitflax.state import Batch, InferenceState, TrainState, only_params, parts_of, shapes_in, shapes_of, start_average, state_faults
+from fitflax.steps.live_state import LiveState, collect_dropped, strong_types
 from fitflax.steps.optimizer import LossScaled, scaled_state
 from fitflax.steps.program import check_places
 from fitflax.steps.train_step import Task
@@ -89,10 +89,15 @@ class SessionState:
             keys = [jax.random.key(self._seed + member) for member in range(self._members or 1)]
             return keys[0] if self._members is None else jnp.stack(keys)
 
-    def need(self, what: str) -> LiveState:
-        """Returns the live state; raises `NotReadyError` if there is none."""
+    def need(self, what: str, *, evaluates: bool = False) -> LiveState:
+        """Returns the live state; raises `NotReadyError` if there is none.
+
+        With `evaluates`, warns if the parameters for evaluation are not known, because a checkpoint was restored before `compile`.
+        """
         if self.live is None:
             raise NotReadyError(f"{what}: there is no state yet. Call build(batch), fit(...) or restore(path) first.")
+        if evaluates and self._pending is not None:
+            warn_of_eval_params(self._pending)
         return self.live
 
     # -- matching what `compile` configures --
@@ -114,9 +119,12 @@ class SessionState:
         target = jax.eval_shape(self._functions.init_optimizer, state.params)
         fitted = fit_to(target, saved.train["opt_state"], saved, "train/opt_state", cast=self._casts)
         opt_state = self._strategy.put_at(fitted, self._place_optimizer(state, target))
+        state = with_hyperparams(dataclasses.replace(state, opt_state=opt_state), self.hyperparams)
         warn_of_changes(saved, self._task.described, to_resume=False)
+        if self._task.any_program().eval_params.name_of(state) is None:
+            warn_of_eval_params(saved)
         self._pending = None
-        self._update(with_hyperparams(dataclasses.replace(state, opt_state=opt_state), self.hyperparams))
+        self._update(state)
 
     def _init_optimizer(self, kept: Mapping[Any, Any] | None = None) -> None:
         """Initializes the optimizer state. `kept` are values of hyperparameters by path; by default, those of a new state."""

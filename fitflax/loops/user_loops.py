@@ -5,6 +5,7 @@ A `TrainLoop` wraps a `Run`, which `fit` iterates over as well, and an `EvalLoop
 
 import functools
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -181,7 +182,7 @@ class TrainLoop:
         begin = self.step
         checkpoint = self.next_checkpoint() if self._steps else None
         if checkpoint is None:
-            if self.step == begin == self._run.plan.process_start and not self._has_printed:
+            if self.step == begin == self._run.plan.process_start and not self._has_printed and jax.process_index() == 0:
                 self._has_printed = True
                 done = self.step - self._run.progress.first_step
                 print(f"There is nothing to train: the run has finished {done} steps, and steps={self._steps} is its total. To train longer, pass more steps.")
@@ -345,7 +346,12 @@ class EvalLoop:
             DataError: The data has no batch, or is an iterator that is exhausted.
             ModelError, MetricError: The model or a metric does not fit the state or the data.
         """
-        return self._evaluation_on(checkpoint.run.live.strategy)(checkpoint)
+        run = checkpoint.run
+        run.timer.stop()  # The evaluation waits for the step. After it, the time at which the step finished would be unknown.
+        begin = time.monotonic()
+        summary = self._evaluation_on(run.live.strategy)(checkpoint)
+        run.seconds_evaluating += time.monotonic() - begin
+        return summary
 
 
 # -- single batches --
@@ -381,7 +387,7 @@ def test_on_batch(session: Session, triple: Triple) -> dict[str, Any]:
 
 def predict_on_batch(session: Session, x: PyTree) -> PyTree:
     """Returns the module's outputs for one batch of inputs, as NumPy arrays `[batch, ...]`."""
-    live, program = session.state.need("predict_on_batch"), session.task.any_program()
+    live, program = session.state.need("predict_on_batch", evaluates=True), session.task.any_program()
     fed = session.task.feeder.single(Triple(x, (), None), "predict")
     session.state.check_batch(fed.batch)
     program.preparation.predict(live.borrow(), fed.batch, is_single=True, is_counted=fed.is_counted)

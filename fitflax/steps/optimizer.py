@@ -23,8 +23,7 @@ from fitflax.errors import ConfigError, FitflaxError, OptimizerError, integer_of
 from fitflax.leaves import listed, named_leaves
 from fitflax.models.base import parameters_of
 from fitflax.parallel import Strategy
-from fitflax.state import PyTree, shapes_in
-from fitflax.steps.live_state import state_faults
+from fitflax.state import PyTree, shapes_in, state_faults
 from fitflax.steps.outputs import map_outputs
 
 _HALF = {"bfloat16": jnp.bfloat16, "float16": jnp.float16}

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import fitflax
-from fitflax.callbacks import BestCheckpoint, Callback, EarlyStopping, LambdaCallback, ModelCheckpoint, best_checkpoint
+from fitflax.callbacks import BestCheckpoint, Callback, EarlyStopping, LambdaCallback, ModelCheckpoint, Phase, best_checkpoint
 from fitflax.checkpoints import CheckpointStore
 from fitflax.errors import CallbackError, CheckpointError, MonitorError
 from fitflax.loops.training_loop import Run
@@ -184,6 +184,20 @@ def test_the_best_of_the_newest_regular_checkpoint_is_kept_until_a_newer_one_is_
     assert 5 in steps_in(tmp_path / "best")
 
 
+def test_a_callback_that_acts_after_saves_does_not_count_as_a_save(trainer, tmp_path):
+    """The newest regular checkpoint, of step 10, lists step 10 as the best, so it is kept although step 15 is better."""
+
+    class Report(Callback):
+        phase = Phase.SAVE
+
+        def on_checkpoint(self, checkpoint: Any) -> None:
+            pass
+
+    saving = ModelCheckpoint(tmp_path / "all", every=fitflax.every(epochs=2), save_last=False)
+    fit(trainer, scores(1, 2, 3), BestCheckpoint(tmp_path / "best", monitor="score", mode="max"), saving, Report(), epochs=3)
+    assert (steps_in(tmp_path / "all"), steps_in(tmp_path / "best")) == ([10], [10, 15])
+
+
 # -- a run that ends inside an epoch --
 
 
@@ -232,6 +246,20 @@ def test_a_longer_run_forgets_the_closing_best(total, shared_directory, trainer,
     resumed = start(tmp_path / "run", total)
     assert (resumed.best, resumed.best_step) == (uninterrupted.best, uninterrupted.best_step) == (1, 5)
     assert not differences(directory_of(tmp_path / "run/best"), directory_of(tmp_path / "never/best"), "best/")
+
+
+def test_the_closing_best_lacks_what_callbacks_changed_at_the_end_of_the_partial_epoch(trainer, tmp_path):
+    """A resume from it continues the epoch, and the callbacks change the state again at its end."""
+    rate = trainer.learning_rate
+
+    def halve(epoch: int, logs: Any) -> None:
+        trainer.learning_rate /= 2
+
+    best = BestCheckpoint(tmp_path, monitor="score", mode="max")
+    fit(trainer, LambdaCallback(on_epoch_end=halve), scores(1, 2, 3), best, steps=12)
+    assert best.best_step == 12 and trainer.learning_rate == pytest.approx(rate / 8)
+    trainer.restore(tmp_path)
+    assert trainer.step == 12 and trainer.learning_rate == pytest.approx(rate / 4)
 
 
 # -- restore_best --
@@ -288,6 +316,20 @@ def test_restored_parameters_do_not_affect_a_longer_run(trainer, tmp_path):
     run(trainer, tmp_path / "run", 7, restore_best=True)
     run(trainer, tmp_path / "run", 13)
     assert not differences(state_of(trainer), uninterrupted)
+
+
+def test_with_a_smaller_keep_a_resumed_run_saves_only_values_that_are_better_than_those(trainer, tmp_path):
+    best_of(trainer, tmp_path, [1, 2, 3], "max", keep=3)
+    best = BestCheckpoint(tmp_path, monitor="score", mode="max", keep=1)
+    fit(trainer, scores(1, 2, 3, 2.5), best, epochs=4, resume=tmp_path)
+    assert steps_in(tmp_path)[-1] == 15 and best.best_step == 15
+
+
+def test_a_resumed_run_without_a_model_checkpoint_keeps_only_the_best(trainer, tmp_path):
+    for values in ([1], [1, 2], [1, 2, 3]):
+        best = BestCheckpoint(tmp_path, monitor="score", mode="max")
+        fit(trainer, scores(*values), best, epochs=len(values), resume=tmp_path if len(values) > 1 else None)
+        assert steps_in(tmp_path) == [best.best_step] == [5 * len(values)]
 
 
 # -- as a plain function --

@@ -159,6 +159,14 @@ def test_in_fit_it_writes_at_the_end_of_each_epoch_with_validation_and_added_val
     ]
 
 
+def test_in_fit_it_does_not_write_when_the_triggers_of_other_callbacks_fire():
+    file, trainer = File(), make()
+    other = LambdaCallback(lambda checkpoint: trainer.stop("enough") if checkpoint.step == 5 else None, every=fitflax.every(steps=1))
+    trainer.fit(X, Y, batch_size=4, epochs=9, callbacks=[SummaryLogger(file=file), other], verbose=0)
+    # Only after its trigger has fired, step 5 becomes the last one.
+    assert [int(text[4:11]) for text in file.writes if text] == [2, 4, 5]
+
+
 @pytest.mark.parametrize(("every", "steps"), [(None, [2, 3, 3]), (fitflax.every(steps=2), [2])])
 def test_the_validation_of_an_incomplete_epoch_is_written_after_its_last_step(every, steps):
     file = File()
