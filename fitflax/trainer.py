@@ -597,7 +597,8 @@ class Trainer:
         """Replaces the current state with a copy of another one.
 
         Args:
-            state: A state with the same structure, shapes and dtypes; or an `InferenceState`, at any time, for evaluation and prediction only.
+            state: A state with the same structure, shapes and dtypes; or an `InferenceState`, at any time, for evaluation and prediction only. Its float32
+                parameters are accepted for a linen module in half precision.
 
         Raises:
             RestoreError: The structure, shapes or dtypes differ.
@@ -705,7 +706,7 @@ class Trainer:
         `optimizer` and `step_rngs` provide the compiled optimizer and random keys. `step` and `ema_params` are updated for you.
 
         Logs are means over the epoch, so metrics that are not means (r2, rmse, perplexity) become means of their values per batch. The compiled loss and
-        metrics are then used only in evaluation.
+        metrics are then used only in evaluation. If the override calls `super().train_step`, metrics whose value is an array are not logged in training.
 
         An NNX module is created with `merge(params, state.model_state, train=True)`; `split` returns its collections. With layers in fp8, the override must
         replace the collection `_overwrite_with_gradient` with its gradient.

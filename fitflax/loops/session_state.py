@@ -352,7 +352,8 @@ class SessionState:
         return dataclasses.replace(saved, train={**saved.train, "ema_params": averages}), target
 
     def _expected_shapes(self, batch: Batch | None) -> TrainState | None:
-        if self.live is not None and self.live.is_intact and self._unchecked_source is None:
+        is_own = not self.is_serving or self._built_from is None  # Served averages may have other dtypes than the module's parameters.
+        if is_own and self.live is not None and self.live.is_intact and self._unchecked_source is None:
             shapes = cast(TrainState, shapes_in(self.live.borrow()))
             if self.is_serving and self._task.optimizer:
                 shapes = dataclasses.replace(shapes, opt_state=jax.eval_shape(self._functions.init_optimizer, shapes.params))
@@ -413,7 +414,7 @@ class SessionState:
         before = live.version
         target = self._task.any_program().initial_state.shapes(self.key, batch)
         if self.is_serving:
-            target = dataclasses.replace(target, opt_state=())
+            target = self._to_serve(target, live.borrow().params)
         state = check_fits(target, live.borrow(), self._unchecked_source, cast=self._casts)
         if state.ema_params is not None:
             shapes = jax.eval_shape(start_average, state.params)
@@ -445,10 +446,22 @@ class SessionState:
         parts = self._without_transient({"params": state.params, "model_state": state.model_state})
         train_state = TrainState(step=np.int32(state.step), opt_state=(), key=self.key, **parts)  # type: ignore[arg-type]
         if target is not None:
-            train_state = check_fits(dataclasses.replace(target, opt_state=(), ema_params=None), train_state, INFERENCE_STATE)
+            train_state = check_fits(self._to_serve(target, train_state.params), train_state, INFERENCE_STATE)
         self._replace_live(train_state)
         self._unchecked_source, self._casts = (INFERENCE_STATE if target is None else None), False
         self._pending, self.is_serving = None, True
+
+    def _to_serve(self, target: TrainState, params: Any) -> TrainState:
+        """Returns the shapes that an `InferenceState` with these parameters must have.
+
+        The parameters may be averages, which are wider than half precision. Those of NNX may not, because they are written to the user's module.
+        """
+        expected = target.params
+        if self.module_variables is None:
+            averages = jax.eval_shape(start_average, expected)
+            dtypes, wide = ({getattr(leaf, "dtype", None) for leaf in jax.tree.leaves(tree)} for tree in (params, averages))
+            expected = averages if dtypes <= wide else expected
+        return dataclasses.replace(target, params=expected, opt_state=(), ema_params=None)
 
     def replace_params(self, params: Any) -> None:
         """Replaces the parameters; averages and the optimizer state start over, but hyperparameters keep their values."""
