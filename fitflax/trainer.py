@@ -1406,7 +1406,7 @@ class Trainer:
         """
         with self._session.state.synced_with_model():
             live = self._session.state.need("save", evaluates=True)
-            eval_params = self._session.task.any_program().eval_params.name_of(live.borrow())
+            eval_params = self._session.state.eval_params_name()
             compiled = {} if eval_params is None else {"compiled": {"eval_params": eval_params}}
             settings = {"seed": self._session.seed}
             metadata = {"run_id": self._session.run_id, "step": live.step, "epoch": 0, "metrics": {}, "settings": settings, **compiled}

@@ -74,7 +74,7 @@ class SummaryLogger(Callback):
     and seconds are counted from the loop's previous checkpoint, even if that was made for another callback. Arrays are left out.
 
     Args:
-        every: When to write; by default at each checkpoint that the loop makes, which in `fit` are those at the end of each epoch and of the run.
+        every: When to write; by default, in `fit` at the end of each epoch and of the run and at each validation; elsewhere at each checkpoint.
         file: The output; standard output by default.
 
     Raises:
@@ -118,16 +118,19 @@ class SummaryLogger(Callback):
     @override
     def wants(self, checkpoint: Checkpoint) -> bool:
         # In `fit`, the last step may have been a checkpoint of another callback before.
-        return self.every is None and checkpoint.is_last
+        return self.every is None and _ends_in_all_processes(checkpoint)
 
     @override
     def on_checkpoint(self, checkpoint: Checkpoint) -> None:
-        is_of_other = self._in_fit and self.every is None and not (checkpoint.epoch_ends or checkpoint.is_last)
-        if is_of_other or (checkpoint.run.position.is_repeat and checkpoint.step == self._written_step):
+        is_of_other = self._in_fit and self.every is None and not (checkpoint.epoch_ends or checkpoint.evaluations or _ends_in_all_processes(checkpoint))
+        is_repeat = checkpoint.run.position.is_repeat
+        if is_of_other or (is_repeat and checkpoint.step == self._written_step):
             return
         self._written_step = checkpoint.step
         steps, seconds = checkpoint.n_completed_steps, checkpoint.elapsed_time
-        self._write(checkpoint, [f"Ran {steps} train steps in {seconds:.2f} seconds", *_summary_lines(checkpoint, steps, seconds)])
+        # The checkpoint of another callback had the time of a repeated step.
+        first = [] if is_repeat else [f"Ran {steps} train steps in {seconds:.2f} seconds"]
+        self._write(checkpoint, [*first, *_summary_lines(checkpoint, steps, seconds)])
 
     @override
     def on_closing(self, checkpoint: Checkpoint, epoch: int, logs: Mapping[str, Any]) -> None:
@@ -143,6 +146,12 @@ class SummaryLogger(Callback):
         # One write, so that the lines of a checkpoint stay together.
         stream.write("".join(f"Step {checkpoint.step:6d}: {line}\n" for line in lines))
         stream.flush()
+
+
+def _ends_in_all_processes(checkpoint: Checkpoint) -> bool:
+    """Returns whether the run ends here in all processes. After an error, it may end in one of them, which cannot compute the norm of sharded parameters."""
+    position = checkpoint.run.position
+    return position.is_last and not (position.is_rescue and jax.process_count() > 1)
 
 
 def _summary_lines(checkpoint: Checkpoint, steps: int, seconds: float) -> Iterator[str]:

@@ -143,8 +143,8 @@ def find_resume(resume: str | os.PathLike[str] | bool | None, stores: Sequence[C
         raise CheckpointNotFoundError(f"resume=True, but {stores[0].directory} has no intact checkpoint. To start a new run, pass resume='auto'.")
     if saved is None and skipped:
         warn(
-            f"No checkpoint in {stores[0].directory} is intact, so a new run begins. Its saves replace the old run's checkpoints, including those of "
-            "BestCheckpoint. To keep the old ones, copy their directories before the first save."
+            f"No checkpoint in {stores[0].directory} is intact, so a new run begins. Saves in the old run's directories replace its checkpoints. "
+            "To keep them, copy the directories before the first save."
         )
     return saved
 
@@ -184,13 +184,19 @@ def warn_of_changes(saved: Saved, compiled: Mapping[str, Any], *, to_resume: boo
 
 def warn_of_eval_params(saved: Saved) -> None:
     """Warns if the run of the checkpoint evaluated parameters that depend on the optimizer state, but its trained ones are used."""
-    function = (saved.metadata.get("compiled") or {}).get("eval_params")
+    function = eval_params_of(saved)
     if function is not None:
         warn(
-            f"{saved.path} is from a run with compile(eval_params={function}), but this uses its trained parameters, not those that the run evaluated, which "
-            "depend on the optimizer state. For those, compile a trainer in the same way, and call its restore(path), without weights_only or partial. "
+            f"The run of {saved.path} evaluated parameters that {function} computes from the optimizer state. The trained parameters are used here instead. "
+            "To use the evaluated ones, compile a trainer in the same way, and call its restore(path), without weights_only or partial. "
             "trainer.inference_state() then returns them."
         )
+
+
+def eval_params_of(saved: Saved) -> str | None:
+    """Returns the name of the function that computed the evaluated parameters of the checkpoint's run from its optimizer state, if there was one."""
+    name = (saved.metadata.get("compiled") or {}).get("eval_params")
+    return None if name is None else str(name)
 
 
 def fit_to(target: PyTree, saved_part: Any, saved: Saved, root: str, *, advice: Advice | None = None, cast: bool = False) -> PyTree:

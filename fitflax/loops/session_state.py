@@ -11,7 +11,7 @@ import numpy as np
 
 from fitflax.checkpoints.checkpoint_files import Saved
 from fitflax.checkpoints.restore import RestoreReport, check_mapping, match, match_streams, moved, needs_shapes, refit, report_of
-from fitflax.checkpoints.resume import INFERENCE_STATE, check_fits, fit_to, restored_state, warn_of_changes, warn_of_eval_params
+from fitflax.checkpoints.resume import INFERENCE_STATE, check_fits, eval_params_of, fit_to, restored_state, warn_of_changes, warn_of_eval_params
 from fitflax.data import Position
 from fitflax.errors import NotReadyError, RestoreError
 from fitflax.loops.configuration import CurrentTask, RestoreOptions, zeros
@@ -99,6 +99,12 @@ class SessionState:
         if evaluates and self._pending is not None:
             warn_of_eval_params(self._pending)
         return self.live
+
+    def eval_params_name(self) -> str | None:
+        """Returns the name of the function that computes the parameters for evaluation from the optimizer state, which may not be restored yet."""
+        if self._pending is not None:
+            return eval_params_of(self._pending)
+        return self._task.any_program().eval_params.name_of(self.need("save").borrow())
 
     # -- matching what `compile` configures --
 
