@@ -13,7 +13,7 @@ from fitflax.callbacks import BestCheckpoint, Callback, EarlyStopping, LambdaCal
 from fitflax.checkpoints import CheckpointStore
 from fitflax.errors import CallbackError, CheckpointError, FitflaxWarning, MonitorError
 from fitflax.loops.training_loop import Run
-from tests.run_script import differences, directory_of, state_of, steps_in
+from tests.run_script import checkpoint_of, differences, directory_of, state_of, steps_in
 
 X, Y = np.linspace(0, 1, 80, dtype=np.float32).reshape(20, 4), np.arange(20, dtype=np.int32) % 3  # 5 batches of 4
 NAN = float("nan")
@@ -269,6 +269,26 @@ def test_the_closing_best_lacks_what_callbacks_changed_at_the_end_of_the_partial
     assert trainer.step == 12 and trainer.learning_rate == pytest.approx(rate / 4)
 
 
+def test_in_a_shared_directory_a_longer_run_is_not_affected_by_changes_at_the_end_of_the_partial_epoch(trainer, tmp_path):
+    """The closing best rewrites the checkpoint from which the run resumes."""
+
+    def decay(epoch: int, logs: Any) -> None:
+        trainer.learning_rate *= 0.9
+
+    def start(root: Any, steps: int) -> tuple[dict[str, Any], float]:
+        data, saving = (X, np.zeros(20, np.int32)), [BestCheckpoint(root / "all"), ModelCheckpoint(root / "all")]  # The loss decreases with every step.
+        callbacks = [LambdaCallback(on_epoch_end=decay), *saving]
+        trainer.build((X[:4], Y[:4]))
+        trainer.fit(data, batch_size=4, steps=steps, validation_data=data, verbose=0, callbacks=callbacks, resume="auto")
+        assert saving[0].best_step == steps
+        return state_of(trainer), trainer.learning_rate
+
+    uninterrupted = start(tmp_path / "never", 13)
+    start(tmp_path / "run", 7)
+    assert start(tmp_path / "run", 13) == uninterrupted
+    assert not differences(*(checkpoint_of(tmp_path / name / "all/step_00000013") for name in ("run", "never")))
+
+
 # -- restore_best --
 
 
@@ -339,10 +359,6 @@ def test_a_resumed_run_without_a_model_checkpoint_keeps_only_the_best(trainer, t
         assert steps_in(tmp_path) == [best.best_step] == [5 * len(values)]
 
 
-# -- as a plain function --
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(("keep", "step"), [(1, 25), (2, 20)])
 def test_a_best_checkpoint_that_was_replaced_later_is_not_restored(keep, step, trainer, tmp_path):
     """The run resumes from step 15, which remembers step 5 as the best, but does not reach the better steps again that replaced step 5."""
@@ -360,6 +376,10 @@ def test_a_best_checkpoint_that_was_replaced_later_is_not_restored(keep, step, t
     assert all(jax.tree.leaves(jax.tree.map(np.array_equal, jax.device_get(trainer.state.params), saved)))
 
 
+# -- as a plain function --
+
+
+@pytest.mark.slow
 def test_as_a_plain_function_it_checks_every_checkpoint(trainer, tmp_path):
     best = BestCheckpoint(tmp_path, monitor="valid_loss", keep=2)
     process = fitflax.serial(trainer.eval_loop((X, Y), name="valid"), best)

@@ -86,17 +86,15 @@ def test_wherever_saving_is_killed_the_old_or_new_checkpoint_exists_or_an_error_
     assert moved == 1
 
 
-@pytest.mark.parametrize("number", [1, 2])
-def test_ctrl_c_after_a_rename_leaves_the_old_checkpoint(number, tmp_path, monkeypatch):
+def test_ctrl_c_after_the_old_checkpoint_was_renamed_leaves_it(tmp_path, monkeypatch):
     """A signal handler raises when the call returns."""
     save_checkpoint(tmp_path / "x", train={"w": 1}, run={}, metadata={})
-    rename, calls = os.rename, []
+    rename = os.rename
 
     def interrupted(source, target):
+        monkeypatch.undo()
         rename(source, target)
-        calls.append(target)
-        if len(calls) == number:
-            raise KeyboardInterrupt
+        raise KeyboardInterrupt
 
     monkeypatch.setattr(os, "rename", interrupted)
     with pytest.raises(KeyboardInterrupt):
