@@ -23,6 +23,7 @@ from fitflax.checkpoints.saver import Saver
 from fitflax.errors import CallbackError, ConfigError, did_you_mean, warn
 from fitflax.logs import TimeSpent
 from fitflax.steps.outputs import Keep
+from fitflax.storage import absolute
 from fitflax.triggers import Moment, Schedule
 
 _ALIASES = {"on_batch_begin": "on_train_batch_begin", "on_batch_end": "on_train_batch_end"}
@@ -290,7 +291,7 @@ def _state_keys(callbacks: Iterable[Callback]) -> dict[int, str]:
 def _check_places(callbacks: Iterable[Any]) -> None:
     """Raises a `CallbackError` if two callbacks save every checkpoint in the same directory. Each would delete those of the other."""
     unique = {id(callback): callback for callback in callbacks if isinstance(callback, Callback)}.values()
-    counts = Counter(callback.saves_as for callback in unique if callback.saves_as is not None)
+    counts = Counter((absolute(place[0]), place[1]) for callback in unique if (place := callback.saves_as) is not None)
     for (directory, owner), count in counts.items():
         if count > 1:
             raise CallbackError(f"{count} {owner}s save in the same directory, {directory}. Pass a different directory to each.")

@@ -7,7 +7,6 @@ import contextlib
 import functools
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -24,7 +23,7 @@ from fitflax.checkpoints.shard_format import CollectiveSave
 from fitflax.errors import CheckpointError, warn
 from fitflax.parallel.placement import spans_processes
 from fitflax.state import PyTree
-from fitflax.storage import Location, ObjectPath, locate
+from fitflax.storage import Location, ObjectPath, absolute, locate
 
 
 def save_run(checkpoint: Checkpoint, store: CheckpointStore, *, owner: str, keep: Collection[int], asynchronous: bool) -> None:
@@ -38,7 +37,7 @@ def save_run(checkpoint: Checkpoint, store: CheckpointStore, *, owner: str, keep
     for sync in waiting:
         run.uploads.extend(filter(None, [sync()]))
     run.num_saves += 1
-    also = [name for directory, name in run.savers if directory == store.directory and name != owner]
+    also = [name for directory, name in run.savers if absolute(directory) == absolute(store.directory) and name != owner]
     save = _RunSave(checkpoint, store, {"step": checkpoint.step, "owner": owner, "keep": keep, "also": also}, asynchronous=asynchronous)
     if spans_processes(run.borrow()):
         save.collectively()
@@ -183,8 +182,7 @@ def save_checkpoint(
 ) -> Location:
     """Writes one checkpoint to a directory or URL of any name and returns it. An older checkpoint there is replaced once the new one is complete."""
     location = locate(path, owner="save(path)", error=CheckpointError, options=storage_options)
-    # abspath, because `.` and `..` cannot be renamed.
-    place = location if isinstance(location, ObjectPath) else Path(os.path.abspath(location))
+    place = absolute(location)  # `.` and `..` cannot be renamed.
 
     def save(collective: CollectiveSave | None = None) -> None:
         write = functools.partial(write_checkpoint, train=train, run=run, metadata=metadata, collective=collective)

@@ -29,6 +29,7 @@ from fitflax.loops.setup import find_saved
 from fitflax.loops.signals import Interruption
 from fitflax.loops.training_loop import Run
 from fitflax.parallel.processes import after_first
+from fitflax.storage import absolute
 from fitflax.triggers import Trigger
 
 # -- data --
@@ -156,7 +157,7 @@ def find_checkpoint(session: Session, resume: Any, hooks: CallbackList) -> Saved
         return saved
     (store,) = stores
     for callback in hooks:
-        if not isinstance(callback, StoreCallback) or callback.overwrite or callback.directory == store.directory:
+        if not isinstance(callback, StoreCallback) or callback.overwrite or absolute(callback.directory) == absolute(store.directory):
             continue
         if conflict := callback.store.describe_others(session.run_id):
             raise DirectoryInUseError(

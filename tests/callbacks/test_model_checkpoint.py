@@ -183,9 +183,10 @@ def test_a_directory_in_use_is_an_error_before_the_first_step(trainer, tmp_path)
     assert trainer.step == 0 and steps_in(tmp_path) == [5]
 
 
-def test_two_model_checkpoints_in_one_directory_are_an_error(trainer, tmp_path):
+def test_two_model_checkpoints_in_one_directory_are_an_error(trainer, tmp_path, monkeypatch):
     """Each would delete the checkpoints of the other."""
-    two = [ModelCheckpoint(tmp_path, every=fitflax.every(steps=2), keep=1), ModelCheckpoint(str(tmp_path), keep=None)]
+    monkeypatch.chdir(tmp_path)
+    two = [ModelCheckpoint(tmp_path / "a", every=fitflax.every(steps=2), keep=1), ModelCheckpoint("a", keep=None)]
     for use in (lambda: fit(trainer, *two, epochs=3), lambda: fitflax.serial(*two)):
         with pytest.raises(CallbackError, match="2 ModelCheckpoints save in the same directory"):
             use()
