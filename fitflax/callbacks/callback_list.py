@@ -189,7 +189,8 @@ class CallbackList:
             return True
 
         is_synced = is_saved = False
-        checkpoint.run.savers = [callback.saves_as for callback in self._active if callback.saves_as is not None and is_called(callback)]
+        with self._spent.on("saving"):  # `wants` may wait for a save.
+            checkpoint.run.savers = [callback.saves_as for callback in self._active if callback.saves_as is not None and is_called(callback)]
         for callback in filter(is_called, self._active):
             if callback.phase >= Phase.SAVE_BEST and not is_synced:
                 is_synced = True

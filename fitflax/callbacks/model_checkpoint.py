@@ -7,6 +7,7 @@ import os
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
+import jax
 from typing_extensions import override
 
 from fitflax.callbacks.base import Callback, Phase, PlainRun, check_trigger
@@ -197,8 +198,17 @@ class ModelCheckpoint(StoreCallback):
 
     @override
     def wants(self, checkpoint: Checkpoint) -> bool:
-        wanted = checkpoint.run.position.is_rescue or (checkpoint.is_last and self.save_last)
-        return wanted and checkpoint.step not in self._steps
+        position = checkpoint.run.position
+        if not (position.is_rescue or (position.is_last and self.save_last)):
+            return False
+        if checkpoint.step not in self._steps:
+            return True
+        # The save was queued before the step was known to be the last one, so nothing has waited for it. With several processes, only process 0 knows the
+        # result.
+        if not position.is_repeat or self._saver is None or jax.process_count() > 1:
+            return False
+        self._saver.wait_until_idle()
+        return self._saver.has_lost
 
     @override
     def on_checkpoint(self, checkpoint: Checkpoint) -> None:

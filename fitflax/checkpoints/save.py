@@ -110,10 +110,11 @@ class _RunSave:
             collective.abort()  # Another save has failed. All processes learn of it at the next meeting.
 
     def _wait_for_room(self) -> None:
-        position = self._run.position
+        position, snapshots = self._run.position, self._run.snapshots
+        self._shared = snapshots.shared()  # Kept, because the save that holds it may be done before this one takes it.
         if position.is_last or position.is_rescue:
-            self._saver.wait_until_idle()  # If an earlier save fails, this one is skipped behind it, and no later one tries again.
-        self._run.snapshots.wait_for_room()
+            self._saver.wait_until_idle()  # Otherwise, this one is skipped if an earlier save fails, and no later one tries again.
+        snapshots.wait_for_room()
 
     def _save_now(self, collective: CollectiveSave | None) -> None:
         run = {**self._checkpoint.run_state, **self._data}

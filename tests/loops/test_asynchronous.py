@@ -290,9 +290,12 @@ def test_a_failed_last_save_is_raised_if_any_callback_raises(tmp_path, monkeypat
         fit(make_trainer(), *callbacks, epochs=1)
 
 
+@pytest.mark.parametrize("last", [7, 10])
 @pytest.mark.parametrize("on_save_error", ["raise", "warn"])
-def test_the_last_step_is_saved_if_the_save_before_it_fails_while_training_continues(on_save_error, tmp_path, monkeypatch):
-    writes, wait = Writes(monkeypatch, failing=(5,)), saver.Saver.wait_until_idle
+def test_the_last_step_is_saved_if_the_save_before_it_fails_while_training_continues(on_save_error, last, tmp_path, monkeypatch):
+    """Step 7 is waiting to be saved before it is known to be the last one."""
+    writes, wait, trainer = Writes(monkeypatch, failing=(5,)), saver.Saver.wait_until_idle, make_trainer()
+    stop = LambdaCallback(lambda checkpoint: trainer.stop("enough"), every=fitflax.at(last))
 
     def opening(one: saver.Saver) -> None:
         writes.opened.set()
@@ -301,8 +304,8 @@ def test_the_last_step_is_saved_if_the_save_before_it_fails_while_training_conti
     monkeypatch.setattr(saver.Saver, "wait_until_idle", opening)
     caught = pytest.warns(FitflaxWarning, match="step_00000005") if on_save_error == "warn" else pytest.raises(CheckpointError, match="step_00000005")
     with caught:
-        fit(make_trainer(), ModelCheckpoint(tmp_path, on_save_error=on_save_error), epochs=2)
-    assert steps_in(tmp_path) == [10]
+        fit(trainer, stop, ModelCheckpoint(tmp_path, every=fitflax.at(5, 7), on_save_error=on_save_error), epochs=2)
+    assert steps_in(tmp_path) == [last]
 
 
 @pytest.mark.parametrize("is_known", [False, True])
