@@ -72,7 +72,7 @@ class TrainLoop:
         mutable: linen's filter for collections that training may change.
         sample: Inputs (a tuple for several) whose shapes initialize the state; by default those of the first batch, which is then trained on.
         restore_from: A checkpoint, or a directory of checkpoints. The run resumes from the newest intact one, bit for bit, even inside an epoch. If
-            there is none yet, a new run begins.
+            there is none, a new run begins.
         storage_options: Options for a URL in `restore_from`, as in `ModelCheckpoint`.
         parallel: Strategy; by default `DataParallel()`, over all devices of all processes.
         batch_size: Batch size for arrays; 32 by default.
@@ -419,7 +419,11 @@ def _find_checkpoint(path: Location, session: Session, saver: Saver) -> Saved | 
         holder.wait()
     else:
         store.lock(saver)  # Lock it before searching it, so that files that another run is writing are not taken for leftovers.
-    return find_saved(session, "auto", [store])
+    saved = find_saved(session, "auto", [store])
+    if saved is None and store.steps():
+        # All checkpoints are damaged. A new run replaces them, but not those in other directories.
+        store.claim(session.run_id, overwrite=True)
+    return saved
 
 
 def _check_function(owner: str, name: str, fn: Any) -> None:
