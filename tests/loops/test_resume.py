@@ -637,6 +637,20 @@ def test_best_checkpoints_are_not_replaced_if_those_of_the_run_are_gone(how, tmp
     assert steps_in(tmp_path / "checkpoints") == [5]
 
 
+def test_a_damaged_run_starts_over_although_its_callbacks_spell_their_directory_differently(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def fit(steps: int) -> None:
+        saving = [ModelCheckpoint(tmp_path / "run"), BestCheckpoint("run", monitor="loss", initial_value=0.0)]
+        make_trainer().fit(TRAIN, batch_size=4, steps=steps, verbose=0, callbacks=saving, resume="auto")
+
+    fit(2)
+    damage(tmp_path / "run/step_00000002", "state flipped")
+    with pytest.warns(FitflaxWarning, match="skipped a damaged checkpoint|so a new run begins"):
+        fit(1)
+    assert steps_in(tmp_path / "run") == [1]
+
+
 def test_a_run_that_died_before_its_first_regular_checkpoint_replaces_its_best_ones(tmp_path):
     def fit(trainer: fitflax.Trainer, *more: Callback) -> None:
         saving = [ModelCheckpoint(tmp_path / "checkpoints", every=fitflax.every(steps=100)), BestCheckpoint(tmp_path / "best", monitor="loss"), *more]
