@@ -86,11 +86,6 @@ class CallbackList:
         return Keep(norm=any(norms), grads=grads, sown=tuple(sown), culprit=culprit)
 
     @property
-    def needs_elapsed_time(self) -> bool:
-        """Whether any callback reads the time of steps."""
-        return any(callback.needs_elapsed_time for callback in self._all)
-
-    @property
     def settings_to_compare(self) -> dict[str, Any]:
         """Settings that must be the same in all processes: what steps keep, the triggers of callbacks, and the directories of checkpoints."""
         triggers = [f"{type(each).__name__} {each.every}" for each in self._all if each.every is not None]
@@ -110,6 +105,7 @@ class CallbackList:
         for callback in self._all:
             callback.trainer = trainer
             callback.params = self.params
+            callback._is_run_saved = self.saves
 
     @property
     def copies_state(self) -> bool:
