@@ -192,8 +192,7 @@ class CallbackList:
                     break
             saves = checkpoint.run.num_saves
             if succeeds(call, callback):
-                # If no callback saves the run regularly, the best checkpoint is its newest one.
-                is_saved |= checkpoint.run.num_saves > saves and (callback.phase == Phase.SAVE or not self.saves)
+                is_saved |= callback.phase == Phase.SAVE and checkpoint.run.num_saves > saves
             elif self._exits_immediately():
                 break
         if is_saved:
