@@ -304,7 +304,7 @@ class TrainState:
         target = {**arrays_of(self), "key": jax.random.key_data(self.key)}
         try:
             saved = serialization.to_state_dict(dict(state_dict))
-            faults = state_faults(self.state_dict(), saved)
+            faults = state_faults(serialization.to_state_dict(target), saved)
             restored = {} if faults else serialization.from_state_dict(target, saved)
         except (KeyError, ValueError, TypeError, AttributeError) as error:
             raise RestoreError(f"The state_dict does not fit this state: {error}") from error

@@ -119,7 +119,6 @@ class Callback:
         needs_grads: Whether it reads `checkpoint.grads`. The run then keeps the gradient of each step, which takes as much memory as the parameters.
         needs_sown: Collections of sown values that it reads from `checkpoint.sown`.
         needs_culprit: Whether it reads the name of the first value that was not finite. Each step then checks all gradients and parameters.
-        needs_elapsed_time: Whether it reads `checkpoint.elapsed_time`. The run then waits for the device before each validation.
 
     >>> class PrintLoss(Callback):
     ...     def on_epoch_end(self, epoch, logs):
@@ -140,10 +139,10 @@ class Callback:
     needs_grads: bool = False
     needs_sown: str | tuple[str, ...] = ()
     needs_culprit: bool = False
-    needs_elapsed_time: bool = False
     may_skip_batches: bool = False
     may_prefetch: bool = False
     _plain_schedule: Schedule | None = None
+    _is_run_saved = True  # Whether a callback of the same run saves the whole run when it fires.
     # The arguments in `state_key`, and the attributes that hold them. Only the name of a path, because a run's directory may be moved before a resume.
     _key_arguments: ClassVar[tuple[tuple[str, str], ...]] = ()
 

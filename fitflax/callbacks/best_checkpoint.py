@@ -245,7 +245,8 @@ class BestCheckpoint(StoreCallback):
                 f"{self.directory} no longer contains the best checkpoints of steps {gone}, which this run saved. Later checkpoints are compared only with the "
                 "remaining ones."
             )
-        self._referenced = self._kept_steps
+        # If no callback saves the whole run, a resume starts at the newest best checkpoint and needs no older ones.
+        self._referenced = self._kept_steps if self._is_run_saved else set()
         if self.store.steps():  # Delete checkpoints that a killed process did not delete. `load_closing` may need the resumed step.
-            self.store.retain(self.owner, self._referenced | ({self._resumed_step} & set(self.store.wanted(self.owner))))
+            self.store.retain(self.owner, self._kept_steps | ({self._resumed_step} & set(self.store.wanted(self.owner))))
         self._monitor.direction = self._monitor.mode or state["direction"]

@@ -87,11 +87,6 @@ class CallbackList:
         return Keep(norm=any(norms), grads=grads, sown=tuple(sown), culprit=culprit)
 
     @property
-    def needs_elapsed_time(self) -> bool:
-        """Whether any callback reads the time of steps."""
-        return any(callback.needs_elapsed_time for callback in self._all)
-
-    @property
     def settings_to_compare(self) -> dict[str, Any]:
         """Settings that must be the same in all processes: what steps keep, the triggers of callbacks, and the directories of checkpoints."""
         triggers = [f"{type(each).__name__} {each.every}" for each in self._all if each.every is not None]
@@ -111,6 +106,7 @@ class CallbackList:
         for callback in self._all:
             callback.trainer = trainer
             callback.params = self.params
+            callback._is_run_saved = self.saves
 
     @property
     def copies_state(self) -> bool:
@@ -198,8 +194,7 @@ class CallbackList:
                     break
             saves = checkpoint.run.num_saves
             if succeeds(call, callback):
-                # If no callback saves the run regularly, the best checkpoint is its newest one.
-                is_saved |= checkpoint.run.num_saves > saves and (callback.phase == Phase.SAVE or not self.saves)
+                is_saved |= callback.phase == Phase.SAVE and checkpoint.run.num_saves > saves
             elif self._exits_immediately():
                 break
         if is_saved:

@@ -70,8 +70,8 @@ class LambdaCallback(Callback):
 class SummaryLogger(Callback):
     """Writes the time of the steps since the last checkpoint, and all values by group, one value per line.
 
-    It works in `fit` and, as a plain function, in `serial(...)`. It waits for the device at each checkpoint that it writes, and before each validation. Steps
-    and seconds are counted from the loop's previous checkpoint, even if that was made for another callback. Arrays are left out.
+    It works in `fit` and, as a plain function, in `serial(...)`. It waits for the device at each checkpoint that it writes. Steps and seconds are counted
+    from the loop's previous checkpoint, even if that was made for another callback. Arrays are left out.
 
     Args:
         every: When to write; by default, in `fit` at the end of each epoch and of the run and at each validation; elsewhere at each checkpoint.
@@ -96,7 +96,6 @@ class SummaryLogger(Callback):
     """
 
     phase = Phase.RECORD  # Called in all processes, because the norm of sharded parameters needs all of them.
-    needs_elapsed_time = True
 
     def __init__(self, *, every: Trigger | None = None, file: TextIO | None = None) -> None:
         check_trigger("SummaryLogger", every)
@@ -375,8 +374,8 @@ class Profiler(Callback):
     def on_checkpoint(self, checkpoint: Checkpoint) -> None:
         step, (first, last) = checkpoint.step - self._start_step, self.steps
         is_first, is_last = not self._is_recording and step == first - 1, self._is_recording and step >= last
-        if (is_first or is_last) and checkpoint.run.step_values is not None:
-            checkpoint.run.step_values.wait()
+        if is_first or is_last:
+            checkpoint.run.timer.stop()  # Waits for the step.
         if is_last:
             self._stop()
         elif is_first:

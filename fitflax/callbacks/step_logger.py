@@ -105,6 +105,7 @@ class StepLogger(Callback):
         self.needs_sown = () if sown is None else (sown,)
         self._clock = Clock()
         self._plain_run: PlainRun | None = None  # Set while it is used as a plain function.
+        self._seconds_evaluating = 0.0  # At its last checkpoint, since that run began.
 
     @property
     @abc.abstractmethod
@@ -124,7 +125,8 @@ class StepLogger(Callback):
         if is_opened:
             self.open_run(checkpoint.run_id, last if continues else checkpoint.run.position.moment.start_step)
         self._plain_run = plain
-        self._clock.add_test(checkpoint.run.seconds_evaluating)
+        before, self._seconds_evaluating = self._seconds_evaluating if continues else 0.0, checkpoint.run.timer.seconds_evaluating
+        self._clock.add_test(max(self._seconds_evaluating - before, 0.0))
         return continues if is_opened else None
 
     @override

@@ -24,9 +24,14 @@ from fitflax.triggers import Moment
 
 
 class Timer:
-    """Measures the time of training between two checkpoints, until the device has finished, without compilation, evaluations and the consumer."""
+    """Measures the time of training between two checkpoints, until the device has finished, without compilation, evaluations and the consumer.
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    Attributes:
+        seconds_evaluating: The time of all evaluations by `EvalLoop`s since the run began.
+    """
+
+    def __init__(self, clock: Callable[[], float], seconds_evaluating: float = 0.0) -> None:
+        self.seconds_evaluating = seconds_evaluating
         self._clock = clock
         self._begin = clock()
         self._end: float | None = None
@@ -54,12 +59,12 @@ class Timer:
         With `wait`, this includes the work that the device still had to do when the loop yielded, but not its idle time.
         """
         values = self._values
-        if values is not None:
-            if wait and not values.is_ready:
-                values.wait()
-                if self._values is not None:  # Otherwise, another thread has stopped it.
-                    self._end = self._clock()
+        if not wait:
             self._values = None
+        elif values is not None and not values.is_ready:  # Ready values stay, because another thread may be about to return from `wait`.
+            values.wait()
+            if self._values is not None:  # Otherwise, another thread has stopped it.
+                self._end, self._values = self._clock(), None
         end = self._clock() if self._end is None else self._end
         return max(end - self._begin - self._excluded, 0.0)
 
@@ -112,7 +117,6 @@ class RunView:
     before_saving: list[Callable[[], Callable[[], None] | None]] = dataclasses.field(default_factory=list)
     uploads: list[Callable[[], None]] = dataclasses.field(default_factory=list)
     num_saves: int = 0
-    seconds_evaluating: float = 0.0  # In loops without `fit`.
 
     def __post_init__(self) -> None:
         self.snapshots = Snapshots(self.live, self.saver)
@@ -144,6 +148,7 @@ class RunView:
     def finish_steps(self) -> None:
         """Waits for the dispatched steps if a snapshot would wait for them, so that the wait is not counted as time spent on saving."""
         if self.snapshots.waits:
+            self.timer.stop()
             jax.block_until_ready(self.borrow())
 
 
@@ -310,8 +315,7 @@ class Checkpoint:
     def elapsed_time(self) -> float:
         """Seconds of training since the last checkpoint, without compilation, evaluations and the caller's work between steps. Waits for the device.
 
-        If the caller waits for the state itself, it must read this value before. In `fit`, this value includes the steps that are still running when a
-        validation begins only if a callback has `needs_elapsed_time = True`.
+        If the caller waits for the state itself, it must read this value before.
         """
         return self.run.timer.stop()
 

@@ -61,7 +61,13 @@ class _RunSave:
         data = self._run.joined()
         self._data = {} if data is None else {"data": data}
 
+    def _stop_timer(self) -> None:
+        """Waits for the step if this save does. Otherwise, the timer would not know when the step finished."""
+        if self._run.snapshots.waits or not self._asynchronous:
+            self._run.timer.stop()
+
     def save_alone(self) -> None:
+        self._stop_timer()
         if self._asynchronous:
             self._wait_for_room()
             # After a failure, no snapshot is made: the failed save may still hold the memory.
@@ -91,6 +97,7 @@ class _RunSave:
         place = path if isinstance(path, ObjectPath) else None
         is_later = self._asynchronous and collective.earlier is None
         with collective.abort_on_error():
+            self._stop_timer()
             self.join_data()
             if is_later and is_leader:
                 job = functools.partial(collective.lead, self._save_later(collective))

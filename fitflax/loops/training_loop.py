@@ -1,6 +1,7 @@
 """The training loop. A `Run` trains and yields checkpoints, and `fit` iterates over them.
 
-`Run._epochs` defines the order of a run. The loop never waits for the newest step: values are copied to the host when they are read.
+`Run._epochs` defines the order of a run. The loop waits for the newest step only before validations and `on_epoch_end`: values are copied to the host when
+they are read.
 """
 
 import contextlib
@@ -93,7 +94,7 @@ class Run:
 
     def _restart_timer(self) -> None:
         self._timer.stop(wait=False)  # The last checkpoint's time must stop now, even if it is read later.
-        self._timer = Timer(self._clock)
+        self._timer = Timer(self._clock, self._timer.seconds_evaluating)
 
     def _yielded(self) -> Checkpoint:
         checkpoint, self._pending_checkpoint = self._pending_checkpoint or self._make_checkpoint(), None
@@ -434,21 +435,21 @@ class Run:
             checkpoint = self._validate(checkpoint)
         checkpoint.logs.earlier = self._validated
         self.epoch_logs = checkpoint.logs
-        # Waits for steps that are still running. Otherwise, their time would count as time of callbacks.
-        with self._timer_paused(waits=self.callbacks.has_hook("on_epoch_end")):
-            self.callbacks.call("on_epoch_end", self.progress.epoch, checkpoint.logs)
+        if self.callbacks.has_hook("on_epoch_end"):
+            with self._timer_paused():
+                self.callbacks.call("on_epoch_end", self.progress.epoch, checkpoint.logs)
         if checkpoint.logs.source is not None and checkpoint.logs.source.is_read:
             check_total_weight(self._program, "train", checkpoint.logs.source)
         return checkpoint
 
     def _validate(self, checkpoint: Checkpoint) -> Checkpoint:
-        with self._timer_paused(waits=self.callbacks.needs_elapsed_time):
+        with self._timer_paused():
             return self._validation.evaluate(checkpoint, self._program, self.spent)
 
     @contextlib.contextmanager
-    def _timer_paused(self, *, waits: bool) -> Iterator[None]:
-        """Excludes a block from the time of steps. Without `waits`, this includes the time of steps that are still running when it begins."""
-        if waits and self._values is not None:
+    def _timer_paused(self) -> Iterator[None]:
+        """Waits for steps that are still running, so that their time does not count as time of the block, and excludes the block from the time of steps."""
+        if self._values is not None:
             self._values.wait()
         with self._timer.excluding():
             yield

@@ -201,7 +201,7 @@ class TrainLoop:
         """Runs `steps` steps, fewer if the run ends before, and returns the checkpoint of the last one; `None` if no step was left.
 
         Raises:
-            ConfigError: `steps` is not positive.
+            ConfigError: `steps` is not a positive integer.
         """
         return self._advance(lambda: self._run.run(steps))
 
@@ -350,7 +350,7 @@ class EvalLoop:
         run.timer.stop()  # The evaluation waits for the step. After it, the time at which the step finished would be unknown.
         begin = time.monotonic()
         summary = self._evaluation_on(run.live.strategy)(checkpoint)
-        run.seconds_evaluating += time.monotonic() - begin
+        run.timer.seconds_evaluating += time.monotonic() - begin
         return summary
 
 

@@ -359,6 +359,22 @@ def test_a_resumed_run_without_a_model_checkpoint_keeps_only_the_best(trainer, t
         assert steps_in(tmp_path) == [best.best_step] == [5 * len(values)]
 
 
+def test_without_a_model_checkpoint_a_save_replaces_the_previous_best(trainer, tmp_path, monkeypatch):
+    save, kept = CheckpointStore.save, []
+
+    def record(self: CheckpointStore, **options: Any) -> Any:
+        kept.append((options["step"], set(options["keep"])))
+        return save(self, **options)
+
+    def fail(*arguments: Any) -> None:
+        raise CheckpointError("The disk is full")
+
+    monkeypatch.setattr(CheckpointStore, "save", record)
+    monkeypatch.setattr(CheckpointStore, "retain", fail)
+    best_of(trainer, tmp_path, [1, 2, 3], "max")
+    assert kept == [(5, {5}), (10, {10}), (15, {15})]
+
+
 @pytest.mark.parametrize(("keep", "step"), [(1, 25), (2, 20)])
 def test_a_best_checkpoint_that_was_replaced_later_is_not_restored(keep, step, trainer, tmp_path):
     """The run resumes from step 15, which remembers step 5 as the best, but does not reach the better steps again that replaced step 5."""

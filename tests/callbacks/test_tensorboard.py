@@ -413,7 +413,8 @@ def test_the_last_step_of_a_loop_without_fit_is_on_disk_although_the_trigger_doe
     assert [step for run, tag, step in values if (run, tag) == ("train", "loss")] == [3]
 
 
-def test_the_speed_of_a_loop_without_fit_excludes_evaluations(tmp_path, monkeypatch):
+@pytest.mark.parametrize(("order", "seconds"), [("evaluate first", [200.0, 200.0]), ("evaluate last", [100.0, 200.0]), ("board twice", [300.0, 300.0])])
+def test_the_speed_of_a_loop_without_fit_excludes_evaluations(order, seconds, tmp_path, monkeypatch):
     now = [1000.0]
 
     def batches():
@@ -422,12 +423,18 @@ def test_the_speed_of_a_loop_without_fit_excludes_evaluations(tmp_path, monkeypa
 
     monkeypatch.setattr("fitflax.callbacks.step_logger.time.monotonic", lambda: now[0])
     trainer = make()
-    with fitflax.serial(trainer.eval_loop(batches), TensorBoard(tmp_path, every=fitflax.every(steps=2))) as process:
-        for checkpoint in trainer.train_loop(X, Y, steps=4, batch_size=4):
+    evaluate, evaluate_again = (trainer.eval_loop(batches, name=name) for name in "ab")
+    with TensorBoard(tmp_path, every=fitflax.every(steps=2)) as board:
+        for checkpoint in trainer.train_loop(X, Y, steps=4, batch_size=4, steps_per_epoch=100):
             now[0] += 10
-            process(checkpoint)
+            if order == "evaluate last":
+                evaluate(board(checkpoint))
+            else:
+                board(evaluate(checkpoint))
+            if order == "board twice":
+                board(evaluate_again(checkpoint))
     train = shown(tmp_path)["train"]
-    assert train["time/steps_per_second"] == {4: as_float32(0.1)} and train["time/validation_seconds"] == {2: 200.0, 4: 200.0}
+    assert train["time/steps_per_second"] == {4: as_float32(0.1)} and list(train["time/validation_seconds"].values()) == seconds
 
 
 def test_a_loop_that_continues_after_the_callback_was_closed_loses_nothing(tmp_path):
