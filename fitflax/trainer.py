@@ -880,9 +880,9 @@ class Trainer:
             class_weight: `{label: weight}`, multiplied with sample weights; missing labels have weight 1.
             callbacks: Callbacks, such as `ModelCheckpoint`.
             log_every: The interval of log points in steps, for callbacks that watch the whole run, such as `TerminateOnNaN`.
-            resume: `"auto"` resumes from the newest intact checkpoint of the run's only `ModelCheckpoint`, or starts over if there is none, unless another
-                directory has checkpoints of the run (an error); `True` requires a checkpoint; a path names one. `steps` and `epochs` count from the beginning
-                of the resumed run.
+            resume: `"auto"` resumes from the newest intact checkpoint of the run's only `ModelCheckpoint`, or starts over if there is none (an error if the
+                directory of another callback has checkpoints of an earlier run); `True` requires a checkpoint; a path names one. `steps` and `epochs` count
+                from the beginning of the resumed run.
             verbose: 0 for silence, 2 for plain lines, 1 or `"auto"` for a progress bar in a terminal or a notebook and plain lines elsewhere.
             fast_dev_run: The number of batches of training and of each validation in a test run, which calls all hooks, but leaves out callbacks that write
                 files and does not resume.

@@ -208,7 +208,10 @@ class ModelCheckpoint(StoreCallback):
         if not position.is_repeat or self._saver is None or jax.process_count() > 1:
             return False
         self._saver.wait_until_idle()
-        return self._saver.has_lost
+        try:
+            return self._saver.has_lost and checkpoint.step not in self.store.steps()
+        except CheckpointError:
+            return True  # The save reports what is wrong with the directory.
 
     @override
     def on_checkpoint(self, checkpoint: Checkpoint) -> None:

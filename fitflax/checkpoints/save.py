@@ -54,6 +54,8 @@ class _RunSave:
         self._checkpoint, self._run, self._saver = checkpoint, checkpoint.run, checkpoint.run.saver
         self._store, self._options, self._asynchronous = store, options, asynchronous
         self._uploads = list(checkpoint.run.uploads)
+        # Held because the earlier save that holds it may be done before this one takes it.
+        self._shared = self._run.snapshots.shared() if asynchronous else None
         self._data: dict[str, Any] = {}
 
     def join_data(self) -> None:
@@ -118,7 +120,6 @@ class _RunSave:
 
     def _wait_for_room(self) -> None:
         position, snapshots = self._run.position, self._run.snapshots
-        self._shared = snapshots.shared()  # Kept, because the save that holds it may be done before this one takes it.
         if position.is_last or position.is_rescue:
             self._saver.wait_until_idle()  # Otherwise, this one is skipped if an earlier save fails, and no later one tries again.
         snapshots.wait_for_room()

@@ -308,6 +308,15 @@ def test_the_last_step_is_saved_if_the_save_before_it_fails_while_training_conti
     assert steps_in(tmp_path) == [last]
 
 
+def test_a_last_step_that_is_saved_is_not_saved_again_because_an_earlier_save_failed(tmp_path, monkeypatch):
+    writes, trainer = Writes(monkeypatch, failing=(5,)), make_trainer()
+    writes.opened.set()
+    stop = LambdaCallback(lambda checkpoint: trainer.stop("enough"), every=fitflax.at(7))
+    with pytest.warns(FitflaxWarning, match="step_00000005"):
+        fit(trainer, stop, ModelCheckpoint(tmp_path, every=fitflax.at(5, 7), on_save_error="warn", asynchronous=False), epochs=2)
+    assert steps_in(tmp_path) == [7] and [name.split()[1] for name in writes.written] == ["5", "7"]
+
+
 @pytest.mark.parametrize("is_known", [False, True])
 def test_no_checkpoint_refers_to_a_best_checkpoint_that_failed_to_save(is_known, tmp_path, monkeypatch):
     """If the failure is not known yet, the regular checkpoint is not saved. If it is, the regular checkpoint is saved immediately and omits the best one."""
