@@ -567,7 +567,7 @@ def test_the_command_for_real_models_writes_a_section_for_the_device_and_ends_in
     hours, take = [0], Snapshots.take
 
     def take_an_hour(snapshots, *arguments):
-        hours[0] += snapshots._shared() is None
+        hours[0] += snapshots.shared() is None
         return take(snapshots, *arguments)
 
     monkeypatch.setattr(Snapshots, "take", take_an_hour)
