@@ -72,6 +72,28 @@ class Background:
         self._wake.put(None)
         self._start()
 
+    def barrier(self) -> Callable[[], None]:
+        """Returns a function that waits until all jobs submitted so far have run or failed. Any thread may call it, any number of times.
+
+        Do not use it with `clear`, which could remove the job that ends the wait.
+        """
+        done: list[None] = []
+        wake: queue.SimpleQueue[None] = queue.SimpleQueue()
+
+        def end() -> None:
+            done.append(None)
+            wake.put(None)
+
+        self.submit(end)
+
+        def wait() -> None:
+            while not done:
+                with contextlib.suppress(queue.Empty):
+                    wake.get(timeout=_POLL_SECONDS)
+            wake.put(None)  # For another thread that waits.
+
+        return wait
+
     @property
     def waiting(self) -> list[Job]:
         """The jobs that have not started."""

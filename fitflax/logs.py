@@ -81,6 +81,7 @@ class Values:
         places: The positions of the metrics in the vector, in display order; `None` for metrics that are computed on the host.
         vector: float32 `[values]`.
         late: The keys of metrics that `compute_late` computes on the host, from collected outputs of all examples.
+        before_read: Called once before the vector is copied to the host.
 
     >>> Values({"loss": Place(1)}, jax.numpy.array([0.5, 0.25])).metrics()
     {'loss': 0.25}
@@ -90,6 +91,7 @@ class Values:
     vector: jax.Array
     late: tuple[str, ...] = ()
     compute_late: Callable[[], Mapping[str, Any]] = dict
+    before_read: Callable[[], Any] | None = dataclasses.field(default=None, init=False, repr=False)
     _host: list[float] | None = dataclasses.field(default=None, init=False)
     _metrics: dict[str, Any] | None = dataclasses.field(default=None, init=False)
 
@@ -104,6 +106,8 @@ class Values:
 
     def _read(self) -> list[float]:
         if self._host is None:
+            if self.before_read is not None:
+                self.before_read()
             self._host = read_vector(self.vector)
         return self._host
 
@@ -297,8 +301,8 @@ class TimeSpent:
         clock: A function that returns seconds; `time.perf_counter` by default.
 
     Attributes:
-        seconds: Seconds by activity: `"compiling"` (including tracing and initialization), `"data"` (waiting for it), `"evaluating"`, `"callbacks"` (all
-            hooks except batch hooks) and `"saving"`.
+        seconds: Seconds by activity: `"loading"` (the checkpoint of a resume), `"compiling"` (including tracing and initialization), `"data"` (waiting for
+            it), `"evaluating"`, `"callbacks"` (all hooks except batch hooks) and `"saving"`.
         examples: The number of training examples, without padding.
 
     >>> now = iter(range(100))
@@ -314,7 +318,7 @@ class TimeSpent:
 
     def __init__(self, clock: Callable[[], float] | None = None) -> None:
         self.clock = clock or time.perf_counter
-        self.seconds = {"compiling": 0.0, "data": 0.0, "evaluating": 0.0, "callbacks": 0.0, "saving": 0.0}
+        self.seconds = {"loading": 0.0, "compiling": 0.0, "data": 0.0, "evaluating": 0.0, "callbacks": 0.0, "saving": 0.0}
         self.examples = 0
         self._begin = self.clock()
         self._nested = 0.0  # Seconds claimed inside the current block.

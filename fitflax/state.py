@@ -15,7 +15,7 @@ from flax.linen.spmd import LogicallyPartitioned
 from jax.sharding import PartitionSpec
 
 from fitflax.errors import ConfigError, ModelError, OptimizerError, RestoreError, no_attribute
-from fitflax.leaves import key_of, listed, named_leaves, path_name
+from fitflax.leaves import describe_shapes, key_of, listed, named_leaves, path_name
 
 PyTree = Any
 Name = str | tuple[str, ...] | None
@@ -292,10 +292,10 @@ class TrainState:
         """Returns this state with the values of a `state_dict`.
 
         Args:
-            state_dict: The result of `state_dict`, of a state with the same structure.
+            state_dict: The result of `state_dict`, of a state with the same structure, shapes and dtypes.
 
         Raises:
-            RestoreError: The structure differs.
+            RestoreError: The structure, shapes or dtypes differ.
 
         >>> state = TrainState(step=jnp.int32(7), params={"w": jnp.ones(2)}, model_state={}, opt_state=(), key=jax.random.key(0))
         >>> int(state.replace_step(0).restore_state(state.state_dict()).step)
@@ -303,9 +303,13 @@ class TrainState:
         """
         target = {**arrays_of(self), "key": jax.random.key_data(self.key)}
         try:
-            restored = serialization.from_state_dict(target, dict(state_dict))
-        except (KeyError, ValueError, TypeError) as error:
+            saved = serialization.to_state_dict(dict(state_dict))
+            faults = state_faults(serialization.to_state_dict(target), saved)
+            restored = {} if faults else serialization.from_state_dict(target, saved)
+        except (KeyError, ValueError, TypeError, AttributeError) as error:
             raise RestoreError(f"The state_dict does not fit this state: {error}") from error
+        if faults:
+            raise RestoreError(f"The state_dict does not fit this state: {faults}.")
         key = key_of(restored.pop("key"), jax.random.key_impl(self.key))
         return dataclasses.replace(self, key=key, **restored)
 
@@ -412,6 +416,19 @@ def _check_gradient(grads: PyTree, params: PyTree) -> None:
         "apply_gradient(grads, ...) takes a gradient for each parameter, with the structure of params. "
         f"{' '.join(faults) or f'Received: {structures[0]}. Expected: {structures[1]}.'}{advice if missing else ''}"
     )
+
+
+def state_faults(old: PyTree, new: PyTree) -> str:
+    """Returns where `new`, a state or a part of one, differs from `old` in structure, shapes or dtypes; an empty string if nowhere."""
+    before, after = (dict(jax.tree_util.tree_leaves_with_path(tree)) for tree in (old, new))
+    faults = []
+    for path in {**before, **after}:
+        was, now, name = before.get(path), after.get(path), jax.tree_util.keystr(path)
+        if was is None or now is None:
+            faults.append(f"{name} is {'new' if was is None else 'missing'}")
+        elif not hasattr(now, "dtype") or was.shape != now.shape or was.dtype != now.dtype:
+            faults.append(f"{name} is {describe_shapes(now)} instead of {describe_shapes(was)}")
+    return listed(faults, "; ")
 
 
 class Batch(NamedTuple):

@@ -22,7 +22,7 @@ from fitflax.callbacks.history import History
 from fitflax.callbacks.notebook import is_notebook, print_table
 from fitflax.checkpoints.checkpoint_files import FOR_INFERENCE, WHOLE, read_collectively
 from fitflax.checkpoints.restore import RestoreReport
-from fitflax.checkpoints.resume import load_checkpoint, warn_of_changes
+from fitflax.checkpoints.resume import load_checkpoint, warn_of_changes, warn_of_eval_params
 from fitflax.checkpoints.save import save_checkpoint
 from fitflax.checkpoints.weight_rules import WeightMapping
 from fitflax.data import Source
@@ -327,7 +327,8 @@ class Trainer:
         """Stops a running `fit` after the current step; validation and end hooks still run.
 
         Args:
-            reason: The text for `stop_reason`. If several calls stop the same run, the first reason is kept.
+            reason: The text for `stop_reason`. If several calls stop the same run, the first reason is kept; if several processes do at the same step, that of
+                the first of them.
 
         >>> import numpy as np
         >>> from fitflax.callbacks import LambdaCallback
@@ -595,7 +596,8 @@ class Trainer:
         """Replaces the current state with a copy of another one.
 
         Args:
-            state: A state with the same structure, shapes and dtypes; or an `InferenceState`, at any time, for evaluation and prediction only.
+            state: A state with the same structure, shapes and dtypes; or an `InferenceState`, at any time, for evaluation and prediction only. Its float32
+                parameters are accepted for a linen module in half precision.
 
         Raises:
             RestoreError: The structure, shapes or dtypes differ.
@@ -657,7 +659,7 @@ class Trainer:
         >>> trainer.model.apply(trainer.inference_state().variables, np.ones((4, 2), np.float32)).shape
         (4, 3)
         """
-        state = self._session.state.need("inference_state").lend()
+        state = self._session.state.need("inference_state", evaluates=True).lend()
         program = self._session.task.any_program()
         return dataclasses.replace(state.for_inference(), params=program.eval_params(state))
 
@@ -703,7 +705,7 @@ class Trainer:
         `optimizer` and `step_rngs` provide the compiled optimizer and random keys. `step` and `ema_params` are updated for you.
 
         Logs are means over the epoch, so metrics that are not means (r2, rmse, perplexity) become means of their values per batch. The compiled loss and
-        metrics are then used only in evaluation.
+        metrics are then used only in evaluation. If the override calls `super().train_step`, metrics whose value is an array are not logged in training.
 
         An NNX module is created with `merge(params, state.model_state, train=True)`; `split` returns its collections. With layers in fp8, the override must
         replace the collection `_overwrite_with_gradient` with its gradient.
@@ -877,8 +879,9 @@ class Trainer:
             class_weight: `{label: weight}`, multiplied with sample weights; missing labels have weight 1.
             callbacks: Callbacks, such as `ModelCheckpoint`.
             log_every: The interval of log points in steps, for callbacks that watch the whole run, such as `TerminateOnNaN`.
-            resume: `"auto"` resumes from the newest intact checkpoint of the run's only `ModelCheckpoint`, or starts from the beginning if there is no
-                checkpoint; `True` requires a checkpoint; a path names one. `steps` and `epochs` count from the beginning of the resumed run.
+            resume: `"auto"` resumes from the newest intact checkpoint of the run's only `ModelCheckpoint`, or starts over if there is none (an error if the
+                directory of another callback has checkpoints of an earlier run); `True` requires a checkpoint; a path names one. `steps` and `epochs` count
+                from the beginning of the resumed run.
             verbose: 0 for silence, 2 for plain lines, 1 or `"auto"` for a progress bar in a terminal or a notebook and plain lines elsewhere.
             fast_dev_run: The number of batches of training and of each validation in a test run, which calls all hooks, but leaves out callbacks that write
                 files and does not resume.
@@ -924,7 +927,8 @@ class Trainer:
         check_restores_best(hooks, session.task.any_program().eval_params.custom)
         session.clear_stop()
         with session.make_saver() as saver, Interruption(saves=hooks.saves) as interruption, hooks.entered(saver):
-            saved = find_checkpoint(session, resume, hooks)
+            with spent.on("loading"):
+                saved = find_checkpoint(session, resume, hooks)
             validation = make_validation(session, sets, validation_freq, steps=validation_steps, trial=trial, hooks=hooks, interruption=interruption)
             end_epoch = initial_epoch + 1 if steps is None and epochs is None else epochs
             plan = RunPlan(end_epoch=end_epoch, steps_per_epoch=steps_per_epoch, is_fit=True, keep=hooks.keep, info=info)
@@ -1014,7 +1018,7 @@ class Trainer:
         >>> trainer.predict(np.ones((10, 2))).shape
         (10, 3)
         """
-        self._session.state.need("predict")
+        self._session.state.need("predict", evaluates=True)
         configuration.check_counts(steps=steps)
         source = self._to_source("predict", data, batch_size=batch_size, shuffle=False, inputs_only=True)
         if source.is_endless and steps is None:
@@ -1049,7 +1053,7 @@ class Trainer:
         >>> [outputs.shape for outputs in trainer.predict_iter(np.ones((10, 2)), batch_size=4)]
         [(4, 3), (4, 3), (2, 3)]
         """
-        self._session.state.need("predict_iter")
+        self._session.state.need("predict_iter", evaluates=True)
         configuration.check_counts(steps=steps)
         source = self._to_source("predict", data, batch_size=batch_size, shuffle=False, inputs_only=True)
         return predict_iter(self._session, source, steps=steps)
@@ -1362,7 +1366,7 @@ class Trainer:
         (5, 3)
         """
         session = self._session
-        live = session.state.need("export")
+        live = session.state.need("export", evaluates=True)
         configuration.check_counts(batch_size=batch_size)
         batch = session.state.sample if sample is None else unpadded_batch(self._selection.split(configuration.zeros(sample), inputs_only=True))
         if batch is None:
@@ -1401,8 +1405,11 @@ class Trainer:
         Restored 2 of 2 arrays.
         """
         with self._session.state.synced_with_model():
-            live = self._session.state.need("save")
-            metadata = {"run_id": self._session.run_id, "step": live.step, "epoch": 0, "metrics": {}, "settings": {"seed": self._session.seed}}
+            live = self._session.state.need("save", evaluates=True)
+            eval_params = self._session.state.eval_params_name()
+            compiled = {} if eval_params is None else {"compiled": {"eval_params": eval_params}}
+            settings = {"seed": self._session.seed}
+            metadata = {"run_id": self._session.run_id, "step": live.step, "epoch": 0, "metrics": {}, "settings": settings, **compiled}
             return save_checkpoint(path, train=live.borrow(), run={}, metadata=metadata, storage_options=storage_options)
 
     @_syncs_model
@@ -1474,8 +1481,11 @@ class Trainer:
         options = RestoreOptions(weights_only, partial, mapping, cast)
         saved = split_frozen(self._session, saved)
         report = self._session.restore(saved, None, options)
-        if not options.starts_over and self._session.task.described:
-            warn_of_changes(saved, self._session.task.described, to_resume=False)
+        task, live = self._session.task, self._session.state.need("restore")
+        if options.starts_over or (task.is_compiled and task.any_program().eval_params.name_of(live.borrow()) is None):
+            warn_of_eval_params(saved)
+        if not options.starts_over and task.described:
+            warn_of_changes(saved, task.described, to_resume=False)
         return report
 
     @_syncs_model

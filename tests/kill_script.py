@@ -150,7 +150,7 @@ def main(
 ) -> None:
     jax.config.update("jax_num_cpu_devices", devices)
     warnings.simplefilter("error")
-    warnings.filterwarnings("default", "Resuming: skipped a damaged checkpoint", FitflaxWarning)
+    warnings.filterwarnings("default", "Resuming: skipped a damaged checkpoint|No checkpoint in .* is intact", FitflaxWarning)
     # TensorBoard's writer imports PyTorch if it is installed, which would take longer than everything else.
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
     root = pathlib.Path(directory)

@@ -178,6 +178,7 @@ def run(
     steps_per_call: Any = 1,
     mistake: str = "",
     brief: bool = False,
+    next_stage: bool = False,
 ) -> None:
     strategies: dict[str, Any] = {
         "data parallel": parallel.DataParallel,
@@ -203,7 +204,7 @@ def run(
     directory = None if directory is None else directory.format(index=index)
     callbacks: list[Any] = [LambdaCallback(on_train_batch_end=lambda batch, logs: print("step", trainer.step, flush=True))]
     if stop is not None and index in stop["processes"]:
-        callbacks.append(LambdaCallback(on_train_batch_end=lambda batch, logs: trainer.stop("enough") if trainer.step == stop["step"] else None))
+        callbacks.append(LambdaCallback(on_train_batch_end=lambda batch, logs: trainer.stop(f"process {index}") if trainer.step == stop["step"] else None))
     if fail is not None and index == fail["process"]:
         callbacks.append(LambdaCallback(on_train_batch_end=lambda batch, logs: 1 / 0 if trainer.step == fail["step"] else None))
     if watch:
@@ -235,6 +236,9 @@ def run(
         evaluation = trainer.evaluate(Shard((x[share], y[share])) if count > 1 else (x, y), batch_size=24, verbose=0)
     else:
         history = trainer.fit(np.roll(x, index if differ else 0, axis=0), y, batch_size=32, validation_data=(x[:50], y[:50]), **options)
+        if next_stage:
+            saving = [ModelCheckpoint(f"{directory}/next"), BestCheckpoint(f"{directory}/best")]
+            trainer.fit(x, y, batch_size=32, steps=2, validation_data=(x[:50], y[:50]), callbacks=saving, resume="auto", verbose=0)
         if brief:
             return print_result({"due": due, "reason": trainer.stop_reason, "step": trainer.step, "processes": jax.process_count()})
         outputs = trainer.predict(x[:41], batch_size=16)

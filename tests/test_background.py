@@ -37,6 +37,30 @@ def test_an_error_is_passed_to_the_handler_and_the_next_job_runs():
     assert [type(error) for error in errors] == [ZeroDivisionError] and done == ["next"]
 
 
+def test_a_barrier_waits_for_the_jobs_before_it_in_several_threads_and_for_the_handler_of_their_errors():
+    background, errors = make()
+    may_continue, done, seen = threading.Event(), [], []
+    background.submit(lambda: may_continue.wait(60))
+    background.submit(lambda: 1 / 0)
+    wait = background.barrier()
+    background.submit(lambda: done.append("later"))
+
+    def waiter():
+        wait()
+        seen.append(len(errors))
+
+    threads = [threading.Thread(target=waiter) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    assert not seen
+    may_continue.set()
+    for thread in threads:
+        thread.join(60)
+    wait()
+    background.end()
+    assert seen == [1, 1, 1] and done == ["later"]
+
+
 def test_the_thread_ends_on_request_or_when_idle_and_another_one_takes_over(monkeypatch):
     ended = []
     background, _ = make(on_end=lambda: ended.append(1))

@@ -448,6 +448,8 @@ def test_the_benchmark_of_object_stores_runs_and_prints_its_ratios(capsys):
     assert object_store.main(["--quick"]) == 0
     printed = capsys.readouterr().out
     assert re.search(r"\| save \| \d+\.\d\d ", printed) and "| restore |" in printed
+    assert object_store.main(["--quick", "--pause", "--rounds", "1"]) == 0
+    assert re.search(r"\| bucket \| \d+\.\d ", capsys.readouterr().out)
 
 
 @pytest.mark.slow
@@ -565,7 +567,7 @@ def test_the_command_for_real_models_writes_a_section_for_the_device_and_ends_in
     hours, take = [0], Snapshots.take
 
     def take_an_hour(snapshots, *arguments):
-        hours[0] += snapshots._shared() is None
+        hours[0] += snapshots.shared() is None
         return take(snapshots, *arguments)
 
     monkeypatch.setattr(Snapshots, "take", take_an_hour)

@@ -58,3 +58,4 @@ def test_steps_per_second_are_measured_between_two_writes(monkeypatch):
 @pytest.mark.slow
 def test_the_code_line_of_every_row_runs(tmp_path, monkeypatch, capsys):
     run_rows(PAGE, [row for system in FEATURES for row in rows(system)], tmp_path, monkeypatch)
+    assert list(tmp_path.glob("runs/a/tensorboard/**/*.tfevents.*"))

@@ -357,6 +357,7 @@ def test_only_the_first_process_writes_and_prints(tmp_path, monkeypatch, capsys)
     assert len(history.history["loss"]) == 2
     with serial(TensorBoard(tmp_path / "plain"), SummaryLogger()) as process:
         process(loop_of().next_step())
+    assert list(loop_of(steps=0)) == []
     assert list(tmp_path.iterdir()) == []
     assert capsys.readouterr() == ("", "")
 

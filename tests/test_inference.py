@@ -1,9 +1,11 @@
 """Serving without an optimizer: what is read, what it evaluates and predicts, and what it refuses."""
 
+import dataclasses
 import pathlib
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -69,6 +71,20 @@ def test_an_inference_state_evaluates_and_predicts_like_the_trainer_that_saved_i
     assert server.step == 10 and not jax.tree.leaves(server.state.opt_state)
 
 
+def test_averages_of_parameters_in_half_precision_are_served_in_float32(tmp_path):
+    x, y = VALID
+    trainer, server = (fitflax.Trainer(nn.Dense(3, param_dtype=jnp.bfloat16)) for _ in range(2))
+    trainer.compile("adam", "sparse_categorical_crossentropy", ema_decay=0.5)
+    trainer.fit(x, y, verbose=0)
+    path, loss, outputs = trainer.save(tmp_path / "final"), trainer.evaluate(x, y, verbose=0), trainer.predict(x)
+    server.replace_state(load_inference_state(path))  # The module's shapes are not known yet.
+    np.testing.assert_array_equal(server.predict(x), outputs)
+    trainer.replace_state(trainer.inference_state())
+    assert trainer.evaluate(x, y, verbose=0) == loss and trainer.state.params["kernel"].dtype == jnp.float32
+    trainer.restore(path)  # Into the module's own dtypes.
+    assert trainer.state.params["kernel"].dtype == jnp.bfloat16 and trainer.evaluate(x, y, verbose=0) == loss
+
+
 @pytest.mark.slow
 def test_an_inference_state_predicts_before_compile_which_adds_no_optimizer_state(tmp_path):
     trainer, path = trained(tmp_path)
@@ -114,6 +130,14 @@ def test_a_state_of_another_module_is_refused(tmp_path):
     late.replace_state(trainer.inference_state())
     with pytest.raises(RestoreError, match="The InferenceState"):
         late.predict(VALID[0])
+
+
+def test_a_state_with_a_number_instead_of_an_array_is_refused():
+    trainer = make_trainer()
+    trainer.build(TRAIN)
+    state = trainer.inference_state()
+    with pytest.raises(RestoreError, match="is float, expected float32"):
+        trainer.replace_state(dataclasses.replace(state, params=jax.tree.map(lambda leaf: 0.5, state.params)))
 
 
 def test_there_is_no_inference_state_before_there_is_a_state():

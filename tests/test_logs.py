@@ -11,6 +11,8 @@ import fitflax
 from fitflax.callbacks import Callback, LambdaCallback, ModelCheckpoint
 from fitflax.checkpoints.checkpoint import RunView
 from fitflax.logs import TimeSpent, Values
+from fitflax.loops.fit import find_checkpoint
+from fitflax.loops.session import Session
 from fitflax.parallel import DataParallel
 from fitflax.steps import live_state as live
 from fitflax.steps.compile import CompiledSteps
@@ -51,7 +53,7 @@ def test_case_36_waiting_for_data_is_measured_and_shares_sum_to_1(now, compiled,
             yield X, Y
 
     spent = fit(batches, *options.get("callbacks", ()), compiled=compiled)
-    assert spent.seconds == {"compiling": 0.0, "data": 2.0, "evaluating": 0.0, "callbacks": 0.0, "saving": 0.0} and spent.stepping == 0
+    assert spent.seconds == {"loading": 0.0, "compiling": 0.0, "data": 2.0, "evaluating": 0.0, "callbacks": 0.0, "saving": 0.0} and spent.stepping == 0
     assert spent.shares["data"] == 1 and sum(spent.shares.values()) == 1 and spent.examples == 16
 
 
@@ -103,13 +105,15 @@ def test_time_in_a_nested_block_is_not_counted_twice():
                 now[0] += 4
         spent.add("saving", 0.5)
     now[0] += 8
-    assert spent.seconds == {"evaluating": 0.5, "data": 2, "compiling": 4, "callbacks": 0, "saving": 0.5} and (spent.stepping, spent.total) == (8, 15)
+    assert spent.seconds == {"evaluating": 0.5, "data": 2, "compiling": 4, "callbacks": 0, "saving": 0.5, "loading": 0}
+    assert (spent.stepping, spent.total) == (8, 15)
     spent.move("evaluating", "compiling", 0.25)
     assert (spent.seconds["evaluating"], spent.seconds["compiling"]) == (0.25, 4.25)
 
 
 def test_a_run_that_took_no_time_counts_as_stepping():
-    assert TimeSpent(lambda: 0.0).shares == {"stepping": 1.0, "compiling": 0.0, "data": 0.0, "evaluating": 0.0, "callbacks": 0.0, "saving": 0.0}
+    zeros = dict.fromkeys(("loading", "compiling", "data", "evaluating", "callbacks", "saving"), 0.0)
+    assert TimeSpent(lambda: 0.0).shares == {"stepping": 1.0, **zeros}
 
 
 def test_steps_that_callbacks_wait_for_at_the_end_of_an_epoch_count_as_stepping(now, monkeypatch):
@@ -137,6 +141,21 @@ def test_waiting_for_an_evaluation_to_compile_does_not_count_as_evaluating(now, 
     monkeypatch.setattr(CompiledSteps, "get", slow_get)
     spent = fit((X, Y), epochs=2, validation_data=(X, Y))
     assert (spent.seconds["compiling"], spent.seconds["evaluating"]) == (5.0, 0.0)
+
+
+def test_loading_the_checkpoint_of_a_resume_does_not_count_as_stepping(now, tmp_path, monkeypatch):
+    def slow(function):
+        def called(*arguments, **options):
+            now[0] += 5
+            return function(*arguments, **options)
+
+        return called
+
+    fit((X, Y), ModelCheckpoint(tmp_path))
+    monkeypatch.setattr("fitflax.trainer.find_checkpoint", slow(find_checkpoint))
+    monkeypatch.setattr(Session, "restore", slow(Session.restore))
+    spent = fit((X, Y), ModelCheckpoint(tmp_path), epochs=2, resume="auto")
+    assert (spent.seconds["loading"], spent.seconds["compiling"], spent.stepping) == (10.0, 0.0, 0.0)
 
 
 def test_opening_the_files_of_callbacks_counts_as_callback_time(now):

@@ -127,6 +127,7 @@ FIRST: dict[str, Any] = {
     **{f"{who} stops": {**STOPPING, "directory": f"{{root}}/stop-{who}", "stop": {"step": 7, "processes": [who]}} for who in (0, 1)},
     "clock": {**PARALLEL, "brief": True, "steps": 100, "seconds": 0.3},
     **{f"watch, {kind}": {"kind": kind, "watch": True, "directory": f"{{root}}/watch-{kind}"} for kind in ("data parallel", "fsdp")},
+    "stages": {**PARALLEL, "brief": True, "steps": 3, "directory": "{root}/stages", "next_stage": True},
     "tokens": TOKENS,
     "own": {"kind": "own", "brief": True, "steps": 3, "directory": "{root}/own"},
     "other data": {**PARALLEL, "differ": True},
@@ -252,6 +253,11 @@ def test_a_run_resumes_with_another_number_of_processes(alone, first, four, one,
     assert (root / "relay/log.csv").read_text().count("\n") == 5  # Only one process writes, whichever it is.
 
 
+def test_a_run_continues_with_a_new_directory_of_checkpoints_and_its_best_ones(first, root):
+    assert [each["step"] for each in first.results("stages")] == [5, 5]
+    assert [CheckpointStore(root / "stages" / name).latest() for name in ("checkpoints", "next")] == [3, 5]
+
+
 def test_a_run_with_a_split_state_resumes_with_another_number_of_processes(alone, first, four, one, last, root):
     for group, count, step in ((first, 2, 4), (four, 4, 8), (one, 1, 10), (last, 2, 12)):
         assert [(each["step"], each["processes"]) for each in group.results("split relay")] == [(step, count)] * count
@@ -261,14 +267,14 @@ def test_a_run_with_a_split_state_resumes_with_another_number_of_processes(alone
 
 
 def test_a_run_stops_at_the_step_at_which_all_processes_are_asked_to_stop(first):
-    assert [each["step"] for each in first.results("all stop")] == [7, 7]
+    assert [(each["step"], each["reason"]) for each in first.results("all stop")] == [(7, "process 0")] * 2
 
 
 @pytest.mark.parametrize("who", [0, 1])
 def test_if_only_one_process_is_asked_to_stop_all_stop_at_the_same_step(who, first, root):
     found = first.results(f"{who} stops")
     assert found[0]["step"] == found[1]["step"] > 7
-    assert {each["reason"] for each in found} == {"enough"}
+    assert {each["reason"] for each in found} == {f"process {who}"}
     assert CheckpointStore(root / f"stop-{who}/checkpoints").latest() == found[0]["step"]
 
 

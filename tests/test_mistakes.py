@@ -800,6 +800,25 @@ def test_resuming_with_another_loss_learning_rate_or_class_weight_causes_a_warni
     assert trainer.learning_rate == pytest.approx(0.01)
 
 
+def test_resuming_with_another_schedule_uses_it_and_the_warning_says_so(tmp_path):
+    def constant(step):
+        return 0.01 + 0 * step
+
+    def falling(step):
+        return 0.1 / (1 + step)
+
+    def run(schedule, steps: int) -> fitflax.Trainer:
+        trainer = fitflax.Trainer(nn.Dense(3), parallel=DataParallel(jax.devices()[:1]))
+        trainer.compile("adam", LABELS, learning_rate=schedule)
+        trainer.fit(X, Y, steps=steps, epochs=9, callbacks=[ModelCheckpoint(tmp_path)], resume="auto", verbose=0)
+        return trainer
+
+    run(constant, 2)
+    with pytest.warns(FitflaxWarning, match=r"learning_rate was 'constant' and is now 'falling'\. The new schedule is used\.$"):
+        trainer = run(falling, 4)
+    assert trainer.learning_rate == pytest.approx(0.1 / 4)
+
+
 @pytest.mark.parametrize("first", ["compile", "restore"])
 def test_a_restored_learning_rate_that_is_not_the_compiled_one_causes_a_warning(first, tmp_path):
     make(optimizer="adam").fit(X, Y, callbacks=[ModelCheckpoint(tmp_path)], verbose=0)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import warnings
 from typing import Any
 
 import flax.core
@@ -339,6 +340,8 @@ def test_arguments_that_the_optimizer_does_not_use_are_not_computed(optimizer):
 
 # -- parameters for evaluation --
 
+OTHER_PARAMETERS = r"evaluated parameters that \w+ computes from the optimizer state\. The trained parameters are used here instead\."
+
 
 def schedule_free() -> optax.GradientTransformation:
     return optax.contrib.schedule_free_adamw(1e-2)
@@ -399,7 +402,7 @@ def test_schedule_free_optimizers_can_be_evaluated_otherwise(tmp_path):
     with pytest.raises(OptimizerError, match=r"Leave eval_params out: schedule-free optimizers are found in the state"):
         make(optax.chain(schedule_free()), eval_params=optax.contrib.schedule_free_eval_params).evaluate(X, Y, verbose=0)
     make(optax.chain(schedule_free())).fit(X, Y, verbose=0, callbacks=[ModelCheckpoint(tmp_path)])
-    with pytest.warns(FitflaxWarning, match="This returns the trained parameters, not those that the run evaluated"):
+    with pytest.warns(FitflaxWarning, match=OTHER_PARAMETERS):
         load_inference_state(tmp_path)
 
 
@@ -424,8 +427,57 @@ def test_evaluation_uses_the_parameters_that_eval_params_computes(place, tmp_pat
     other.compile(tx, "sparse_categorical_crossentropy", eval_params=optax.contrib.schedule_free_eval_params)
     other.replace_state(served)
     np.testing.assert_allclose(other.predict(X), outputs, atol=1e-4)
-    with pytest.warns(FitflaxWarning, match="This returns the trained parameters, not those that the run evaluated"):
+    with pytest.warns(FitflaxWarning, match=OTHER_PARAMETERS):
         load_inference_state(tmp_path / "run")
+
+
+@pytest.mark.mostly_slow
+@pytest.mark.parametrize("name", ["frozen", "itself"])
+def test_using_the_trained_parameters_of_a_run_that_evaluated_their_averages_causes_a_warning(name, tmp_path):
+    optimizer = SCHEDULE_FREE[name][0]()
+    trainer, server = make(optimizer), fitflax.Trainer(MODEL, parallel=one_device())
+    trainer.fit(X, Y, verbose=0, callbacks=[ModelCheckpoint(tmp_path / "run")])
+    averaged = trainer.predict_on_batch(X)
+    uses = [
+        *(functools.partial(load_inference_state, path) for path in (tmp_path / "run", trainer.save(tmp_path / "saved"))),
+        *(functools.partial(trainer.restore, tmp_path / "saved", **{only: True}) for only in ("weights_only", "partial")),
+        *(functools.partial(use, X) for use in (server.predict, server.predict_on_batch, server.predict_iter)),
+        server.inference_state,
+        functools.partial(server.export, tmp_path / "net.jaxexport"),
+        functools.partial(server.save, tmp_path / "again"),
+        functools.partial(server.save_weights, tmp_path / "net.safetensors"),
+    ]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        server.restore(tmp_path / "run")  # `compile` may follow.
+    for use in uses:
+        with pytest.warns(FitflaxWarning, match=OTHER_PARAMETERS):
+            use()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        server.compile(optimizer, "sparse_categorical_crossentropy")
+        trainer.restore(tmp_path / "saved")
+    for each in (server, trainer):
+        np.testing.assert_array_equal(each.predict_on_batch(X), averaged)
+
+
+def test_using_the_trained_parameters_of_a_run_with_eval_params_causes_a_warning(tmp_path):
+    optimizer = optax.sgd(0.1)
+    path = make(optimizer, eval_params=functools.partial(lambda _, params: params)).save(tmp_path / "saved")
+    compiled, server = make(optimizer), fitflax.Trainer(MODEL, parallel=one_device())
+    server.restore(path)
+    again = tmp_path / "again"
+    for use in (
+        lambda: load_inference_state(path),
+        lambda: server.save(again),  # Before `compile`.
+        lambda: load_inference_state(again),
+        lambda: server.predict_on_batch(X),
+        lambda: server.compile(optimizer, "sparse_categorical_crossentropy"),  # Without `eval_params`.
+        lambda: compiled.restore(path),
+        lambda: compiled.restore(path, weights_only=True),
+    ):
+        with pytest.warns(FitflaxWarning, match=OTHER_PARAMETERS.replace(r"\w+", "partial")):
+            use()
 
 
 def test_eval_params_is_used_with_an_optimizer_whose_state_has_no_arrays():

@@ -54,6 +54,34 @@ def test_a_state_dict_with_a_different_structure_is_an_error():
         make().restore_state(saved)
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda saved: saved["params"].update(more={"bias": np.zeros(3)}), r"\['params'\]\['more'\]\['bias'\] is new"),
+        (lambda saved: saved["params"]["dense"].update(bias=np.zeros(4, np.float32)), r"\['bias'\] is float32\[4\] instead of float32\[3\]"),
+        (lambda saved: saved["params"]["dense"].update(bias=np.zeros(3, np.float16)), r"\['bias'\] is float16\[3\] instead of float32\[3\]"),
+        (lambda saved: saved["params"]["dense"].update(bias={"a": np.zeros(3, np.float32)}), r"\['bias'\] is missing; .*\['a'\] is new"),
+        (lambda saved: saved["params"].update(dense=np.zeros(3)), r"\['kernel'\] is missing"),
+        (lambda saved: saved.update(ema_params=None), r"\['ema_params'\]\['dense'\]\['bias'\] is missing"),
+        (lambda saved: saved.update(model_state=None), r"\['batch_stats'\]\['mean'\] is missing"),
+        (lambda saved: saved["opt_state"].update({"1": None}), ""),
+        (lambda saved: saved.update(key=np.zeros(2, np.uint32)), r"\['key'\] is uint32\[2\] instead of uint32\[4\]"),
+    ],
+)
+def test_a_state_dict_of_another_state_is_an_error_that_names_the_arrays(change, message):
+    state = dataclasses.replace(make(), ema_params=make().params)
+    saved = jax.tree.map(np.asarray, state.state_dict())
+    change(saved)
+    with pytest.raises(RestoreError, match=f"The state_dict does not fit this state: .*{message}"):
+        state.restore_state(saved)
+
+
+def test_averages_of_a_state_dict_are_not_added_to_a_state_without_averages():
+    saved = dataclasses.replace(make(), ema_params=make().params).state_dict()
+    with pytest.raises(RestoreError, match=r"\['ema_params'\]\['dense'\]\['bias'\] is new"):
+        make().restore_state(saved)
+
+
 def test_parameters_and_step_are_replaced_and_nothing_else():
     state = make()
     replaced = state.replace_params(jax.tree.map(lambda leaf: leaf + 1, state.params)).replace_step(np.int64(9))

@@ -1102,8 +1102,9 @@ def test_run_returns_the_checkpoint_of_its_last_step_even_in_a_later_epoch(steps
 def test_run_is_limited_to_the_remaining_steps():
     loop = loop_of(steps=4)
     assert loop.run(100).step == 4
-    with pytest.raises(ConfigError, match=r"run\(steps\) must run at least one step. Received: 0"):
-        loop.run(0)
+    for steps in (0, 1.5, "2"):
+        with pytest.raises(ConfigError, match=rf"run\(steps\) must be a positive integer. Received: {steps!r}"):
+            loop.run(steps)
 
 
 def test_a_loop_trains_as_fit_does():

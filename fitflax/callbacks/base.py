@@ -103,7 +103,7 @@ class Callback:
             `steps` (per epoch), `test_steps`, `log_every`, `validation_sets`, `num_examples` (per pass), `hyperparameters`, `model_flops` (of a training step
             on one device), `resumed_step`, `is_done` (whether a resume has nothing left to do), `note` (a sentence to show to the user), `time_spent` (its
             `seconds` by category).
-        every: The trigger of `on_checkpoint`; `None` for each checkpoint that the loop makes.
+        every: The trigger of `on_checkpoint`; `None` for the end of each epoch, each validation, the last step, and each step at which another trigger fires.
         phase: When the callback is called within an event.
         needs_trainer: Whether the callback cannot be called as a plain function with a checkpoint.
         may_repeat: Whether a run may have several of these callbacks with the same `state_key`. Their keys in checkpoints are then numbered, from the second
@@ -142,6 +142,7 @@ class Callback:
     may_skip_batches: bool = False
     may_prefetch: bool = False
     _plain_schedule: Schedule | None = None
+    _is_run_saved = True  # Whether a callback of the same run saves the whole run when it fires.
     # The arguments in `state_key`, and the attributes that hold them. Only the name of a path, because a run's directory may be moved before a resume.
     _key_arguments: ClassVar[tuple[tuple[str, str], ...]] = ()
 
@@ -299,8 +300,11 @@ class Callback:
     def load_history(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Compares files with the `rows` of the resumed run's `History`. Called on a resume after `load_state_dict`."""
 
-    def sync(self) -> None:
-        """Flushes everything to disk. Called before the checkpoint of this step is completed."""
+    def sync(self) -> Callable[[], None] | None:
+        """Flushes everything to disk. Called before the checkpoint of this step is saved.
+
+        May return a function that waits for uploads. It is called in any thread before the checkpoint is completed, and may be called several times or never.
+        """
 
     def close(self) -> None:
         """Waits for writers and closes files."""

@@ -21,8 +21,9 @@ from fitflax.callbacks.progress_bar import ProgressBar
 from fitflax.checkpoints.checkpoint import Checkpoint
 from fitflax.checkpoints.saver import Saver
 from fitflax.errors import CallbackError, ConfigError, did_you_mean, warn
-from fitflax.logs import Logs, TimeSpent
+from fitflax.logs import TimeSpent
 from fitflax.steps.outputs import Keep
+from fitflax.storage import absolute
 from fitflax.triggers import Moment, Schedule
 
 _ALIASES = {"on_batch_begin": "on_train_batch_begin", "on_batch_end": "on_train_batch_end"}
@@ -40,6 +41,7 @@ class CallbackList:
         for index, callback in enumerate(in_user_order):
             if any(callback is other for other in in_user_order[:index]):
                 raise CallbackError(f"callbacks contains the same {type(callback).__name__} object twice. Pass each object once.")
+        _check_places(in_user_order)
         self._keys = _state_keys(in_user_order)
         self._all = sorted(in_user_order, key=lambda callback: callback.phase)
         # All processes check all triggers, because they have to run the same number of steps until one fires.
@@ -70,16 +72,11 @@ class CallbackList:
 
     def call(self, hook: str, *arguments: Any) -> None:
         """Calls `hook` of all callbacks that override it."""
-        methods = self._hooks[hook]
-        if hook not in _TIMED or not methods:
-            for method in methods:
+        for method in self._hooks[hook]:
+            if hook in _TIMED:
+                self._timed(method, *arguments)
+            else:
                 method(*arguments)
-            return
-        logs = arguments[-1]
-        if isinstance(logs, Logs) and logs.source is not None:
-            logs.source.wait()  # Otherwise, the time of running steps would count as time of callbacks.
-        for method in methods:
-            self._timed(method, *arguments)
 
     @property
     def keep(self) -> Keep:
@@ -99,7 +96,7 @@ class CallbackList:
     @property
     def saves(self) -> bool:
         """Whether any callback saves the run."""
-        return any(callback.phase == Phase.SAVE for callback in self._all)
+        return any(callback.phase == Phase.SAVE and callback.writes_files for callback in self._all)  # Not `RayReport`.
 
     def bind(
         self, trainer: TrainerView, params: Mapping[str, Any], *, spent: TimeSpent | None = None, exits_immediately: Callable[[], bool] = lambda: False
@@ -109,6 +106,7 @@ class CallbackList:
         for callback in self._all:
             callback.trainer = trainer
             callback.params = self.params
+            callback._is_run_saved = self.saves
 
     @property
     def copies_state(self) -> bool:
@@ -170,7 +168,7 @@ class CallbackList:
         def sync() -> None:
             checkpoint.run.finish_steps()  # Otherwise, the time of running steps would count as time of saving.
             with self._spent.on("saving"):
-                self.sync()
+                self.sync(checkpoint.run.uploads)
 
         def call(callback: Callback) -> None:
             with self._spent.on("saving" if callback.phase >= Phase.SAVE_BEST else "callbacks"):
@@ -187,14 +185,16 @@ class CallbackList:
             return True
 
         is_synced = is_saved = False
-        checkpoint.run.savers = [callback.saves_as for callback in self._active if callback.saves_as is not None and is_called(callback)]
+        with self._spent.on("saving"):  # `wants` may wait for a save.
+            checkpoint.run.savers = [callback.saves_as for callback in self._active if callback.saves_as is not None and is_called(callback)]
         for callback in filter(is_called, self._active):
             if callback.phase >= Phase.SAVE_BEST and not is_synced:
                 is_synced = True
                 if not succeeds(sync) and self._exits_immediately():
                     break
+            saves = checkpoint.run.num_saves
             if succeeds(call, callback):
-                is_saved |= callback.phase == Phase.SAVE
+                is_saved |= callback.phase == Phase.SAVE and checkpoint.run.num_saves > saves
             elif self._exits_immediately():
                 break
         if is_saved:
@@ -204,14 +204,20 @@ class CallbackList:
             raise failure
 
     def on_closing(self, checkpoint: Checkpoint, epoch: int, logs: Mapping[str, Any]) -> None:
-        """Calls `on_closing` of all callbacks."""
-        self.sync()
+        """Calls `on_closing` of all callbacks, after everything before is on disk and uploaded."""
+        uploads: list[Callable[[], None]] = []
+        self.sync(uploads)
+        _call_all(uploads)
         for callback in self._active:
             callback.on_closing(checkpoint, epoch, logs)
 
-    def sync(self) -> None:
-        """Syncs all callbacks, even if one of them fails."""
-        _call_all([callback.sync for callback in self._active])
+    def sync(self, uploads: list[Callable[[], None]]) -> None:
+        """Syncs all callbacks, even if one of them fails. Adds functions to `uploads` that wait for uploads."""
+
+        def sync(callback: Callback) -> None:
+            uploads.extend(filter(None, [callback.sync()]))
+
+        _call_all([functools.partial(sync, callback) for callback in self._active])
 
     def close(self) -> None:
         """Closes all callbacks, even if one of them fails."""
@@ -276,6 +282,15 @@ def _state_keys(callbacks: Iterable[Callback]) -> dict[int, str]:
             )
         keys[id(callback)] = key if counts[key] == 1 else f"{key}#{counts[key]}"
     return keys
+
+
+def _check_places(callbacks: Iterable[Any]) -> None:
+    """Raises a `CallbackError` if two callbacks save every checkpoint in the same directory. Each would delete those of the other."""
+    unique = {id(callback): callback for callback in callbacks if isinstance(callback, Callback)}.values()
+    counts = Counter((absolute(place[0]), place[1]) for callback in unique if (place := callback.saves_as) is not None)
+    for (directory, owner), count in counts.items():
+        if count > 1:
+            raise CallbackError(f"{count} {owner}s save in the same directory, {directory}. Pass a different directory to each.")
 
 
 def _check_callback(callback: Any) -> None:
@@ -397,7 +412,7 @@ def serial(*steps: Callable[[Any], Any]) -> Serial:
 
     Raises:
         ConfigError: One of them is not callable.
-        CallbackError: One of them is a callback that needs a trainer.
+        CallbackError: One of them is a callback that needs a trainer, or two are `ModelCheckpoint`s with the same directory.
 
     >>> serial(lambda c: c + 1, lambda c: c * 2)(3)
     8
@@ -408,4 +423,6 @@ def serial(*steps: Callable[[Any], Any]) -> Serial:
         if isinstance(step, Callback):
             step.check_alone()
     # Flattened, so that a callback that saves finds all earlier ones in the same list.
-    return Serial([part for step in steps for part in (step.parts if isinstance(step, Serial) else (step,))])
+    parts = [part for step in steps for part in (step.parts if isinstance(step, Serial) else (step,))]
+    _check_places(parts)
+    return Serial(parts)

@@ -70,11 +70,11 @@ class LambdaCallback(Callback):
 class SummaryLogger(Callback):
     """Writes the time of the steps since the last checkpoint, and all values by group, one value per line.
 
-    It works in `fit` and, as a plain function, in `serial(...)`. It waits for the device at each checkpoint that it writes. Steps and seconds are counted from
-    the loop's previous checkpoint, even if that was made for another callback. Arrays are left out.
+    It works in `fit` and, as a plain function, in `serial(...)`. It waits for the device at each checkpoint that it writes. Steps and seconds are counted
+    from the loop's previous checkpoint, even if that was made for another callback. Arrays are left out.
 
     Args:
-        every: When to write; by default at each checkpoint that the loop makes, which in `fit` are those at the end of each epoch and of the run.
+        every: When to write; by default, in `fit` at the end of each epoch and of the run and at each validation; elsewhere at each checkpoint.
         file: The output; standard output by default.
 
     Raises:
@@ -104,18 +104,32 @@ class SummaryLogger(Callback):
         self.every = every
         self.file = file
         self._written_step: int | None = None
+        self._in_fit = False
 
     @override
     def on_train_begin(self, logs: Mapping[str, Any]) -> None:
-        self._written_step = None
+        self._written_step, self._in_fit = None, True
+
+    @override
+    def on_train_end(self, logs: Mapping[str, Any]) -> None:
+        self._in_fit = False
+
+    @override
+    def wants(self, checkpoint: Checkpoint) -> bool:
+        # In `fit`, the last step may have been a checkpoint of another callback before.
+        return self.every is None and _ends_in_all_processes(checkpoint)
 
     @override
     def on_checkpoint(self, checkpoint: Checkpoint) -> None:
-        if checkpoint.run.position.is_repeat:
+        is_of_other = self._in_fit and self.every is None and not (checkpoint.epoch_ends or checkpoint.evaluations or _ends_in_all_processes(checkpoint))
+        is_repeat = checkpoint.run.position.is_repeat
+        if is_of_other or (is_repeat and checkpoint.step == self._written_step):
             return
         self._written_step = checkpoint.step
         steps, seconds = checkpoint.n_completed_steps, checkpoint.elapsed_time
-        self._write(checkpoint, [f"Ran {steps} train steps in {seconds:.2f} seconds", *_summary_lines(checkpoint, steps, seconds)])
+        # The checkpoint of another callback had the time of a repeated step.
+        first = [] if is_repeat else [f"Ran {steps} train steps in {seconds:.2f} seconds"]
+        self._write(checkpoint, [*first, *_summary_lines(checkpoint, steps, seconds)])
 
     @override
     def on_closing(self, checkpoint: Checkpoint, epoch: int, logs: Mapping[str, Any]) -> None:
@@ -131,6 +145,12 @@ class SummaryLogger(Callback):
         # One write, so that the lines of a checkpoint stay together.
         stream.write("".join(f"Step {checkpoint.step:6d}: {line}\n" for line in lines))
         stream.flush()
+
+
+def _ends_in_all_processes(checkpoint: Checkpoint) -> bool:
+    """Returns whether the run ends here in all processes. After an error, it may end in one of them, which cannot compute the norm of sharded parameters."""
+    position = checkpoint.run.position
+    return position.is_last and not (position.is_rescue and jax.process_count() > 1)
 
 
 def _summary_lines(checkpoint: Checkpoint, steps: int, seconds: float) -> Iterator[str]:
@@ -354,8 +374,8 @@ class Profiler(Callback):
     def on_checkpoint(self, checkpoint: Checkpoint) -> None:
         step, (first, last) = checkpoint.step - self._start_step, self.steps
         is_first, is_last = not self._is_recording and step == first - 1, self._is_recording and step >= last
-        if (is_first or is_last) and checkpoint.run.step_values is not None:
-            checkpoint.run.step_values.wait()
+        if is_first or is_last:
+            checkpoint.run.timer.stop()  # Waits for the step.
         if is_last:
             self._stop()
         elif is_first:

@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from fitflax.callbacks.base import Callback, Phase, has_state
 from fitflax.checkpoints.checkpoint import Checkpoint
-from fitflax.errors import CallbackError, MonitorError, did_you_mean, integer_of
+from fitflax.errors import CallbackError, MonitorError, did_you_mean, integer_of, warn
 from fitflax.logs import Logs, default_direction
 
 
@@ -48,8 +48,9 @@ class Monitor:
     def value(self, logs: Mapping[str, Any], sets: Sequence[str] = ()) -> float | None:
         """Returns the monitored value, or `None` if it is one of a validation that did not run."""
         if self.key not in logs:
+            evaluated = logs.kinds if isinstance(logs, Logs) else logs  # Unlike `logs`, without keys that callbacks have added.
             for name in sets:
-                if self.key.startswith(f"{name}_") and not any(key.startswith(f"{name}_") for key in logs):
+                if self.key.startswith(f"{name}_") and not any(key.startswith(f"{name}_") for key in evaluated):
                     return None
             raise MonitorError(f"{self.owner} monitors {self.key!r}, which is not logged.{did_you_mean(self.key, logs)} Logged keys: {sorted(logs)}.")
         value = logs[self.key]
@@ -225,7 +226,12 @@ class EarlyStopping(MonitorCallback):
         self.wait = int(state["wait"])
         self.best, self.best_epoch, self.stopped_epoch = state["best"], state["best_epoch"], state["stopped_epoch"]
         self._reason = state["reason"]
-        self._best_leaves = state["best_leaves"]
+        self._best_leaves = state["best_leaves"] if self.restore_best else None
+        if self.restore_best and self.best_epoch is not None and self._best_leaves is None:
+            warn(
+                f"EarlyStopping cannot restore the parameters of the best epoch so far, {self.best_epoch + 1}: the resumed run had restore_best=False, so its "
+                "checkpoint does not contain them. A later epoch can be restored if it is better."
+            )
         self._monitor.direction = state["direction"]
         if self.stopped_epoch is not None:
             self.trainer.stop(self._reason)

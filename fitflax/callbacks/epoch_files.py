@@ -5,6 +5,8 @@ rows are also in memory, and the history of a resumed run has its earlier rows.
 """
 
 import abc
+import codecs
+import collections
 import contextlib
 import csv
 import functools
@@ -12,7 +14,7 @@ import glob
 import io
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, TextIO
 
@@ -55,6 +57,7 @@ class EpochFile(Callback):
         self._num_loaded = 0  # The rows that the resumed run had written before its checkpoint.
         # Only for a file in a bucket; the thread starts with its first row.
         self._thread: Background | None = None
+        self._unwritten: collections.deque[bytes] = collections.deque(maxlen=1)  # The newest text to upload.
         self._failure: BaseException | None = None
 
     # -- the file format --
@@ -170,7 +173,8 @@ class EpochFile(Callback):
         with contextlib.suppress(FileNotFoundError), self._disk_errors("read"):
             data = self.path.read_bytes()
         try:
-            return self._parse(data.decode("utf-8"))
+            # Like an incomplete last row, an incomplete last character is dropped.
+            return self._parse(codecs.getincrementaldecoder("utf-8")().decode(data))
         except UnicodeDecodeError as error:
             raise self._invalid(f"it is not a {self._kind} file") from error
 
@@ -179,8 +183,8 @@ class EpochFile(Callback):
         if isinstance(self.path, ObjectPath):
             self._raise_failure()
             self._thread = self._thread or Background("fitflax-epoch-file", on_error=self._fail)
-            self._thread.clear()  # Queued writes have fewer rows than this one, so they are not needed.
-            self._thread.submit(functools.partial(self.path.write_bytes, self._contents().encode()))
+            self._unwritten.append(self._contents().encode())
+            self._thread.submit(functools.partial(self._upload, self.path))
             return
         with self._disk_errors("write"):
             if line is None or self._file is None:
@@ -217,6 +221,10 @@ class EpochFile(Callback):
             with contextlib.suppress(OSError):
                 temporary.unlink(missing_ok=True)
 
+    def _upload(self, path: ObjectPath) -> None:
+        if self._unwritten:  # Otherwise, an earlier job has uploaded the newest text.
+            path.write_bytes(self._unwritten.pop())
+
     def _fail(self, error: BaseException) -> None:
         self._failure = error
 
@@ -242,15 +250,14 @@ class EpochFile(Callback):
         return CallbackError(f"{type(self).__name__} cannot continue the file {self.path}: {fault}. Move the file, or pass another path.")
 
     @override
-    def sync(self) -> None:
-        thread = self._thread
-        if thread is not None:
-            thread.wait_until(lambda: thread.is_idle)
-            self._raise_failure()
+    def sync(self) -> Callable[[], None] | None:
         if self._file is not None:
             with self._disk_errors("write"):
                 self._file.flush()
                 os.fsync(self._file.fileno())
+        wait = None if self._thread is None or self._thread.is_idle else self._thread.barrier()
+        self._raise_failure()
+        return wait
 
     @override
     def on_train_end(self, logs: Mapping[str, Any]) -> None:

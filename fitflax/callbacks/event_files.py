@@ -48,25 +48,31 @@ class EventFiles:
 
     def submit(self, job: "Callable[[Write], None]") -> None:
         """Calls `job` in the thread, with a function that writes one summary. Raises a `CallbackError` if an earlier job failed."""
-        self._raise_failure()
+        self.raise_failure()
         self._thread.wait_until(lambda: len(self._thread.waiting) < _MAX_WAITING)
         self._thread.submit(lambda: self._run_job(lambda: job(self._write)))
 
-    def sync(self) -> None:
-        """Waits until everything is on disk. Raises a `CallbackError` if a job failed."""
+    def sync(self) -> Callable[[], None] | None:
+        """Waits until everything is on disk, or returns a function that waits until it is uploaded. Raises a `CallbackError` if a job failed."""
+        wait = None
         if self._writers or not self._thread.is_idle:
             self._thread.submit(lambda: self._run_job(self._flush))
-            self._thread.wait_until(lambda: self._thread.is_idle)
-        self._raise_failure()
+            wait = self._thread.barrier()
+            if self._mirror is None:
+                wait()
+                wait = None
+        self.raise_failure()
+        return wait
 
     def close(self) -> None:
         """Waits until everything is on disk, and closes all files. Raises a `CallbackError` if a job failed."""
         if self._writers or not self._thread.is_idle:
             self._thread.submit(self._close)
         self._thread.end()
-        self._raise_failure()
+        self.raise_failure()
 
-    def _raise_failure(self) -> None:
+    def raise_failure(self) -> None:
+        """Raises a `CallbackError` if a job failed, and warns of lost files, once."""
         if self._lost and not self._has_warned:
             self._has_warned = True
             warn(

@@ -1,11 +1,13 @@
 """`ModelCheckpoint`: saves checkpoints from which a run can be resumed. `StoreCallback` is the base class of callbacks that save the run."""
 
 import contextlib
+import copy
 import functools
 import os
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
+import jax
 from typing_extensions import override
 
 from fitflax.callbacks.base import Callback, Phase, PlainRun, check_trigger
@@ -85,8 +87,11 @@ class StoreCallback(Callback):
 
     def _open_plain_run(self, checkpoint: Checkpoint) -> None:
         """Opens the run of a checkpoint if this callback is used as a plain function. A run that ended may have been continued with another saver."""
+        earlier = copy.copy(self._plain_run)
         continues = self._plain_run.continues(checkpoint)
-        if checkpoint.run.saver is not self._saver:
+        if checkpoint.run.saver is self._saver:
+            return
+        try:
             self.enter_run(checkpoint.run.saver)
             if not continues:
                 open_run = functools.partial(self.open_run, checkpoint.run_id, checkpoint.run.position.moment.start_step)
@@ -94,6 +99,10 @@ class StoreCallback(Callback):
                     after_first(open_run)
                 else:
                     open_run()
+        except BaseException:
+            # The next call tries again. Otherwise, it would save in a directory that another run may be using.
+            self._saver, self._plain_run = None, earlier
+            raise
 
     def _save(self, checkpoint: Checkpoint, keep: Collection[int]) -> None:
         with self._warn_on_failure():
@@ -189,8 +198,20 @@ class ModelCheckpoint(StoreCallback):
 
     @override
     def wants(self, checkpoint: Checkpoint) -> bool:
-        wanted = checkpoint.run.position.is_rescue or (checkpoint.is_last and self.save_last)
-        return wanted and checkpoint.step not in self._steps
+        position = checkpoint.run.position
+        if not (position.is_rescue or (position.is_last and self.save_last)):
+            return False
+        if checkpoint.step not in self._steps:
+            return True
+        # The save was queued before the step was known to be the last one, so nothing has waited for it. With several processes, only process 0 knows the
+        # result.
+        if not position.is_repeat or self._saver is None or jax.process_count() > 1:
+            return False
+        self._saver.wait_until_idle()
+        try:
+            return self._saver.has_lost and checkpoint.step not in self.store.steps()
+        except CheckpointError:
+            return True  # The save reports what is wrong with the directory.
 
     @override
     def on_checkpoint(self, checkpoint: Checkpoint) -> None:

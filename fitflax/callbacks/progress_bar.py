@@ -15,7 +15,7 @@ from fitflax.logs import Logs, default_direction
 
 
 class ProgressBar(Callback):
-    r"""Shows progress with tqdm: a bar for each epoch, which stays, and one for each evaluation, which disappears.
+    r"""Shows progress with tqdm: a bar for each epoch, which stays, and one for each validation, which disappears.
 
     The bar shows the latest values that are available without waiting for the device. If the output is not a terminal or notebook but a file or pipe, each
     epoch is two plain lines, as in Keras. At the end of a run, a line shows how its time was spent.

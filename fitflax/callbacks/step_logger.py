@@ -53,7 +53,11 @@ class Clock:
 
     def end_test(self) -> None:
         """Records the end of the evaluation."""
-        self._test_seconds += time.monotonic() - self._test_begin
+        self.add_test(time.monotonic() - self._test_begin)
+
+    def add_test(self, seconds: float) -> None:
+        """Records an evaluation."""
+        self._test_seconds += seconds
 
     def read(self, checkpoint: Checkpoint, params: Mapping[str, Any]) -> Stamp:
         """Returns a stamp of `checkpoint`. Called in the training thread, with the callback's `params`."""
@@ -101,6 +105,7 @@ class StepLogger(Callback):
         self.needs_sown = () if sown is None else (sown,)
         self._clock = Clock()
         self._plain_run: PlainRun | None = None  # Set while it is used as a plain function.
+        self._seconds_evaluating = 0.0  # At its last checkpoint, since that run began.
 
     @property
     @abc.abstractmethod
@@ -120,6 +125,8 @@ class StepLogger(Callback):
         if is_opened:
             self.open_run(checkpoint.run_id, last if continues else checkpoint.run.position.moment.start_step)
         self._plain_run = plain
+        before, self._seconds_evaluating = self._seconds_evaluating if continues else 0.0, checkpoint.run.timer.seconds_evaluating
+        self._clock.add_test(max(self._seconds_evaluating - before, 0.0))
         return continues if is_opened else None
 
     @override
@@ -132,7 +139,9 @@ class StepLogger(Callback):
 
     @override
     def wants(self, checkpoint: Checkpoint) -> bool:
-        return not checkpoint.run.position.is_repeat and (checkpoint.epoch_ends or bool(checkpoint.evaluations))
+        is_plain = self._plain_run is not None or not self._is_open
+        ends = checkpoint.epoch_ends or (is_plain and checkpoint.is_last)  # `fit` calls `on_closing` if it ends inside an epoch.
+        return not checkpoint.run.position.is_repeat and (ends or bool(checkpoint.evaluations))
 
     def _kept(self, read: Callable[[], PyTree]) -> PyTree:
         """Returns what a step has kept for this callback. Loops without `fit` may not have kept it."""

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +54,7 @@ class TensorBoard(StepLogger):
 
     Args:
         directory: A path or URL, one for each run, created if it is missing. Files in a bucket are uploaded whole, every 30 s and before each checkpoint.
-        every: When to write values of training, in addition to the end of each epoch; by default every 50 steps.
+        every: When to write values of training, in addition to the ends of epochs and of a loop without `fit`; by default every 50 steps.
         histograms: When to write histograms of parameters and gradients; by default never. The run then keeps the gradient of each step, which takes as much
             memory as the parameters. Arrays that are split between processes are left out.
         sown: The collection whose sown values are written; `None` for none.
@@ -158,9 +158,8 @@ class TensorBoard(StepLogger):
             path.unlink()
 
     @override
-    def sync(self) -> None:
-        if self._files is not None:
-            self._files.sync()
+    def sync(self) -> Callable[[], None] | None:
+        return None if self._files is None else self._files.sync()
 
     @override
     def close(self) -> None:
@@ -202,13 +201,17 @@ class TensorBoard(StepLogger):
         fired = {name for name, schedule in self._schedules.items() if schedule.due(moment)}
         self._write_evaluations(self._files, checkpoint)
         # The loop's schedule and those here read the clock at slightly different times. If only the loop's fired, write values.
-        if "values" in fired or checkpoint.epoch_ends or not (fired or checkpoint.evaluations):
+        is_end = self._plain_run is not None and checkpoint.is_last
+        if "values" in fired or checkpoint.epoch_ends or is_end or not (fired or checkpoint.evaluations):
             self._write_training(self._files, checkpoint)
             self._write_sown(self._files, checkpoint)
         if "histograms" in fired:
             self._write_histograms(self._files, checkpoint)
-        if self._plain_run is not None and checkpoint.is_last:
-            self._files.sync()  # A loop without a trainer may never call `close`.
+        if is_end:
+            wait = self._files.sync()  # A loop without a trainer may never call `close`.
+            if wait is not None:
+                wait()
+                self._files.raise_failure()
 
     @override
     def on_closing(self, checkpoint: Checkpoint, epoch: int, logs: Mapping[str, Any]) -> None:

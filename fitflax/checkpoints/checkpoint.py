@@ -4,8 +4,9 @@ Values are read or copied on first access and stay valid after later steps. The 
 advanced is an error. Modules of fitflax use the `RunView` of a checkpoint.
 """
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Self
 
 import jax
@@ -23,31 +24,49 @@ from fitflax.triggers import Moment
 
 
 class Timer:
-    """Measures the time of training between two checkpoints, until the device has finished, without compilation and the consumer of checkpoints."""
+    """Measures the time of training between two checkpoints, until the device has finished, without compilation, evaluations and the consumer.
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    Attributes:
+        seconds_evaluating: The time of all evaluations by `EvalLoop`s since the run began.
+    """
+
+    def __init__(self, clock: Callable[[], float], seconds_evaluating: float = 0.0) -> None:
+        self.seconds_evaluating = seconds_evaluating
         self._clock = clock
         self._begin = clock()
         self._end: float | None = None
         self._values: StepValues | None = None
-        self.excluded = 0.0
+        self._excluded = 0.0
+
+    @contextlib.contextmanager
+    def excluding(self) -> Iterator[None]:
+        """Excludes the time of a block."""
+        begin = self._clock()
+        try:
+            yield
+        finally:
+            self._excluded += self._clock() - begin
 
     def pause(self, values: StepValues | None) -> None:
         """Records that the loop yields to the consumer now; `values` may still be computed on the device."""
         self._end, self._values = self._clock(), values
+        if values is not None:
+            values.before_read = self.stop  # Later, it would be unknown when the device finished.
 
     def stop(self, *, wait: bool = True) -> float:
         """Returns the measured seconds.
 
         With `wait`, this includes the work that the device still had to do when the loop yielded, but not its idle time.
         """
-        if self._values is not None:
-            if wait and not self._values.is_ready:
-                self._values.wait()
-                self._end = self._clock()
+        values = self._values
+        if not wait:
             self._values = None
+        elif values is not None and not values.is_ready:  # Ready values stay, because another thread may be about to return from `wait`.
+            values.wait()
+            if self._values is not None:  # Otherwise, another thread has stopped it.
+                self._end, self._values = self._clock(), None
         end = self._clock() if self._end is None else self._end
-        return max(end - self._begin - self.excluded, 0.0)
+        return max(end - self._begin - self._excluded, 0.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +98,8 @@ class RunView:
         joined: Returns the states of the data of all processes if each has its own shard, else `None`; all of them must call it.
         kept: What the step kept besides its values; `None` if an earlier process ran it.
         savers: The directories in which this checkpoint will be saved, with the names of the owners.
-        before_saving: Called once before the checkpoint is saved.
+        before_saving: Called once before the checkpoint is saved. A function that is returned is added to `uploads`.
+        uploads: Wait for uploads of logs. Called before the checkpoint is completed.
     """
 
     position: RunPosition
@@ -94,7 +114,8 @@ class RunView:
     keep: Keep = NOTHING
     kept: Kept | None = None
     savers: list[tuple[Location, str]] = dataclasses.field(default_factory=list)
-    before_saving: list[Callable[[], None]] = dataclasses.field(default_factory=list)
+    before_saving: list[Callable[[], Callable[[], None] | None]] = dataclasses.field(default_factory=list)
+    uploads: list[Callable[[], None]] = dataclasses.field(default_factory=list)
     num_saves: int = 0
 
     def __post_init__(self) -> None:
@@ -127,6 +148,7 @@ class RunView:
     def finish_steps(self) -> None:
         """Waits for the dispatched steps if a snapshot would wait for them, so that the wait is not counted as time spent on saving."""
         if self.snapshots.waits:
+            self.timer.stop()
             jax.block_until_ready(self.borrow())
 
 
@@ -232,6 +254,7 @@ class Checkpoint:
     @property
     def params_norm(self) -> float:
         """The global L2 norm of the parameters, computed on first access."""
+        self.run.timer.stop()  # Reading the norm waits for the step.
         return float(self.run.cached("norm of params", lambda state: jax.device_get(self.run.live.strategy.norm(state.params))))
 
     # -- the step --
@@ -290,7 +313,10 @@ class Checkpoint:
 
     @property
     def elapsed_time(self) -> float:
-        """Seconds of training since the last checkpoint, without compilation and the caller's work between steps. Waits for the device."""
+        """Seconds of training since the last checkpoint, without compilation, evaluations and the caller's work between steps. Waits for the device.
+
+        If the caller waits for the state itself, it must read this value before.
+        """
         return self.run.timer.stop()
 
     # -- metrics --

@@ -83,6 +83,7 @@ class CheckpointStore:
         self.backend = backend
         self.storage_options = storage_options
         self._saver: Saver | None = None
+        self._claim: dict[str, Any] = {}  # The contents of `.run.json`, as this store has written them.
         # Cached contents of the directory's notes, with the version of the file.
         self._cache: dict[str, tuple[object, dict[str, Any]]] = {}
 
@@ -214,6 +215,10 @@ class CheckpointStore:
         run_ids = (self._metadata(step).get("run_id") for step in reversed(self.steps()))
         return next((run_id for run_id in run_ids if run_id is not None), self._read(_RUN).get("run_id"))
 
+    def has_saved(self) -> bool:
+        """Returns whether the run of `run_id` has completed a checkpoint in this directory, even if none is left."""
+        return bool(self.steps()) or self._read(_RUN).get("has_saved") is True
+
     @_first_process_only
     def claim(self, run_id: str, *, overwrite: bool) -> None:
         """Claims the directory for a run, and cleans up after processes that died in it. Call it before the first step.
@@ -234,10 +239,16 @@ class CheckpointStore:
                     f'To resume that run, pass resume="auto" if it has a ModelCheckpoint, otherwise resume="{self.directory}". To start a new run, choose '
                     "another directory, or pass overwrite=True to the callback, which replaces these checkpoints."
                 )
+            note = self._read(_RUN)
+            has_saved = len(self.steps()) > len(others) or (note.get("run_id") == run_id and note.get("has_saved") is True)
             # Write the note first, because this is more likely to fail than renames. A checkpoint's metadata takes precedence over it.
-            self._files.write_note(_RUN, claim)
+            self._write_claim({**claim, "has_saved": has_saved})
             if others:
                 self._files.set_aside(sorted(others), since=0)
+
+    def _write_claim(self, claim: dict[str, Any]) -> None:
+        self._files.write_note(_RUN, claim)
+        self._claim = claim
 
     def _steps_of_others(self, run_id: str) -> dict[int, Any]:
         """Returns the runs of the checkpoints that belong to other runs, by step; `None` for an unknown run."""
@@ -296,7 +307,8 @@ class CheckpointStore:
     ) -> Location:
         """Writes a checkpoint and, once it is complete and on the disk, deletes those that no owner keeps anymore.
 
-        If another owner has saved the step in this process and run, this owner is added without writing again. Another checkpoint of the step is replaced.
+        If another owner has saved the step in this process and run, with all these metrics, this owner is added without writing again. Another checkpoint of
+        the step is replaced.
 
         Args:
             step: The number of completed steps.
@@ -341,7 +353,8 @@ class CheckpointStore:
             same = (existing.get("process"), existing.get("run_id")) == (PROCESS, metadata.get("run_id"))
             is_written, unnoted = False, None
             try:
-                is_written = same and self._retention(present).is_saved_by_others_only(step, owner)
+                lacks_metrics = dict(_metrics(metadata)).keys() - dict(_metrics(existing)).keys()
+                is_written = same and not lacks_metrics and self._retention(present).is_saved_by_others_only(step, owner)
                 # Recorded before the checkpoint exists: if the process dies in between, a resume finds the owners that want it.
                 self._record(owner, wanted_steps, present, step=step, also=also, is_new=not same)
             except (OSError, CheckpointError) as error:
@@ -359,6 +372,8 @@ class CheckpointStore:
                 if step >= aside.since:
                     self._files.delete_set_aside(aside)
             self._delete_unwanted(present)
+            if not self._claim.get("has_saved", True):
+                self._write_claim({**self._claim, "has_saved": True})
         except (OSError, CheckpointError) as error:
             fault = str(error).rstrip(".")
             warn(f"{path} was saved, but {self.directory} could not be cleaned up: {fault}. More checkpoints are kept than you asked for.")

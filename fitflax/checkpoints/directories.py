@@ -5,7 +5,7 @@ A directory whose name does not begin with `.` is a complete checkpoint. Every c
 
     step_00002000/                             a complete checkpoint
     retention.json                             the steps that each owner wants, and steps whose owners are unknown
-    .run.json                                  the run that the directory belongs to, and the process that claimed it
+    .run.json                                  the run that the directory belongs to, the process that claimed it, and whether the run has saved here
     .lock                                      locked while a run uses the directory (`fitflax.storage.lock`)
     .step_00002000.tmp-PROCESS-RANDOM/         being written; a leftover if its process is dead
     .replaced-step_00002000.RANDOM/            replaced by a new checkpoint of the same name; restored if that is missing
@@ -273,17 +273,17 @@ def write_in_place(path: Path, write: Write) -> None:
 def _swap_in(temporary: Path, path: Path) -> Path | None:
     """Renames `temporary` to `path` durably, or leaves both unchanged; returns the new path of the previous contents."""
     aside = path.parent / f".replaced-{path.name}.{secrets.token_hex(4)}" if path.exists() else None
-    if aside is not None:
-        os.rename(path, aside)
     try:
+        if aside is not None:
+            os.rename(path, aside)
         os.rename(temporary, path)
         fsync_directory(path.parent)
     except BaseException:
-        # If this fails too, recover() restores `aside`.
+        # If this fails too, recover() restores `aside`. Ctrl-C may come after either rename.
         with contextlib.suppress(OSError):
-            if path.exists():
+            if not temporary.exists():
                 os.rename(path, temporary)
-            if aside is not None:
+            if aside is not None and aside.exists():
                 os.rename(aside, path)
         raise
     return aside

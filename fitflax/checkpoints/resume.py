@@ -141,6 +141,11 @@ def find_resume(resume: str | os.PathLike[str] | bool | None, stores: Sequence[C
         warn(f"Resuming: skipped {what}: {error}")
     if saved is None and resume is True:
         raise CheckpointNotFoundError(f"resume=True, but {stores[0].directory} has no intact checkpoint. To start a new run, pass resume='auto'.")
+    if saved is None and skipped:
+        warn(
+            f"No checkpoint in {stores[0].directory} is intact, so a new run begins. Saves in the old run's directories replace its checkpoints. "
+            "To keep them, copy the directories before the first save."
+        )
     return saved
 
 
@@ -170,8 +175,28 @@ def warn_of_changes(saved: Saved, compiled: Mapping[str, Any], *, to_resume: boo
     was, now = ({name: repr(given[name]) if name in given else "not given" for name in names} for given in (before, compiled))
     changes = [f"{name} was {was[name]} and is now {now[name]}" for name in names if before.get(name) != compiled.get(name)]
     if changes:
-        rate = " The checkpoint's learning rate is used. To change it, set trainer.learning_rate." if "learning_rate" in str(changes) else ""
+        rate = ""
+        if "learning_rate" in str(changes):
+            is_schedule = any(isinstance(given.get("learning_rate"), str) for given in (before, compiled))
+            rate = " The new schedule is used." if is_schedule else " The checkpoint's learning rate is used. To change it, set trainer.learning_rate."
         warn(f"{saved.path} was saved with other settings: {'; '.join(changes)}.{rate}")
+
+
+def warn_of_eval_params(saved: Saved) -> None:
+    """Warns if the run of the checkpoint evaluated parameters that depend on the optimizer state, but its trained ones are used."""
+    function = eval_params_of(saved)
+    if function is not None:
+        warn(
+            f"The run of {saved.path} evaluated parameters that {function} computes from the optimizer state. The trained parameters are used here instead. "
+            "To use the evaluated ones, compile a trainer in the same way, and call its restore(path), without weights_only or partial. "
+            "trainer.inference_state() then returns them."
+        )
+
+
+def eval_params_of(saved: Saved) -> str | None:
+    """Returns the name of the function that computed the evaluated parameters of the checkpoint's run from its optimizer state, if there was one."""
+    name = (saved.metadata.get("compiled") or {}).get("eval_params")
+    return None if name is None else str(name)
 
 
 def fit_to(target: PyTree, saved_part: Any, saved: Saved, root: str, *, advice: Advice | None = None, cast: bool = False) -> PyTree:
@@ -233,8 +258,8 @@ def check_fits(target: TrainState, state: TrainState, where: str, *, cast: bool 
 def load_inference_state(path: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None) -> InferenceState:
     """Returns a checkpoint's state for evaluation and prediction, as NumPy arrays, without reading the optimizer state.
 
-    If the run used `compile(eval_params=...)`, this returns the trained parameters, with a warning: the evaluated ones depend on the optimizer state. For
-    those, call `restore` and then `Trainer.inference_state`.
+    If the run used `eval_params` or a schedule-free optimizer, this returns the trained parameters, with a warning: the evaluated ones depend on the
+    optimizer state. For those, call `restore` and then `Trainer.inference_state`.
 
     Orbax keeps all arrays in common files, which are verified as a whole. Checkpoints of other libraries are also read as a whole.
 
@@ -262,12 +287,7 @@ def load_inference_state(path: str | os.PathLike[str], *, storage_options: Mappi
     saved = load_checkpoint(path, FOR_INFERENCE, storage_options=storage_options)
     if is_weights(saved):  # Copied: these are views of a mapped file, which may change.
         saved = dataclasses.replace(saved, train=jax.tree.map(np.array, saved.train))
-    evaluated = (saved.metadata.get("compiled") or {}).get("eval_params")
-    if evaluated is not None:
-        warn(
-            f"{saved.path} is from a run with compile(eval_params={evaluated}). This returns the trained parameters, not those that the run evaluated. "
-            "For those, restore the checkpoint into a trainer that is compiled the same way, and call trainer.inference_state()."
-        )
+    warn_of_eval_params(saved)
     averages = saved.train.get("ema_params")
     options = {"key_impls": saved.metadata["key_impls"], "integer_keys": saved.metadata.get("integer_keys", ())}
     name = "params" if averages is None else "ema_params"

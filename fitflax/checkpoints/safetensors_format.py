@@ -354,8 +354,13 @@ def _replace_files(path: Path, files: Mapping[str, Iterable[bytes | memoryview]]
             os.replace(temporary[name], path.with_name(name))
         if shards:
             fsync_directory(path.parent)  # The shards before the index that names them.
-        os.replace(temporary[last], path.with_name(last))
-        litter.pop_all()
+        written = litter.pop_all()
+        try:
+            os.replace(temporary[last], path.with_name(last))
+        except BaseException:
+            if temporary[last].exists():  # Otherwise, Ctrl-C came after the rename, and the index names the shards.
+                written.close()
+            raise
     fsync_directory(path.parent)
 
 

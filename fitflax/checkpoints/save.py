@@ -7,7 +7,6 @@ import contextlib
 import functools
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -24,7 +23,7 @@ from fitflax.checkpoints.shard_format import CollectiveSave
 from fitflax.errors import CheckpointError, warn
 from fitflax.parallel.placement import spans_processes
 from fitflax.state import PyTree
-from fitflax.storage import Location, ObjectPath, locate
+from fitflax.storage import Location, ObjectPath, absolute, locate
 
 
 def save_run(checkpoint: Checkpoint, store: CheckpointStore, *, owner: str, keep: Collection[int], asynchronous: bool) -> None:
@@ -35,10 +34,10 @@ def save_run(checkpoint: Checkpoint, store: CheckpointStore, *, owner: str, keep
     """
     run = checkpoint.run
     waiting, run.before_saving = run.before_saving, []
-    for put_on_disk in waiting:
-        put_on_disk()
+    for sync in waiting:
+        run.uploads.extend(filter(None, [sync()]))
     run.num_saves += 1
-    also = [name for directory, name in run.savers if directory == store.directory and name != owner]
+    also = [name for directory, name in run.savers if absolute(directory) == absolute(store.directory) and name != owner]
     save = _RunSave(checkpoint, store, {"step": checkpoint.step, "owner": owner, "keep": keep, "also": also}, asynchronous=asynchronous)
     if spans_processes(run.borrow()):
         save.collectively()
@@ -54,6 +53,9 @@ class _RunSave:
     def __init__(self, checkpoint: Checkpoint, store: CheckpointStore, options: Mapping[str, Any], *, asynchronous: bool) -> None:
         self._checkpoint, self._run, self._saver = checkpoint, checkpoint.run, checkpoint.run.saver
         self._store, self._options, self._asynchronous = store, options, asynchronous
+        self._uploads = list(checkpoint.run.uploads)
+        # Held because the earlier save that holds it may be done before this one takes it.
+        self._shared = self._run.snapshots.shared() if asynchronous else None
         self._data: dict[str, Any] = {}
 
     def join_data(self) -> None:
@@ -61,9 +63,15 @@ class _RunSave:
         data = self._run.joined()
         self._data = {} if data is None else {"data": data}
 
+    def _stop_timer(self) -> None:
+        """Waits for the step if this save does. Otherwise, the timer would not know when the step finished."""
+        if self._run.snapshots.waits or not self._asynchronous:
+            self._run.timer.stop()
+
     def save_alone(self) -> None:
+        self._stop_timer()
         if self._asynchronous:
-            self._run.snapshots.wait_for_room()
+            self._wait_for_room()
             # After a failure, no snapshot is made: the failed save may still hold the memory.
             if self._saver.failure is None and self._saver.submit(self._save_later(None)):
                 return
@@ -75,7 +83,7 @@ class _RunSave:
         """Saves together with all other processes, which reach the same save. If it fails in one, it fails in all."""
         step, saver, is_rescue = self._checkpoint.step, self._saver, self._run.position.is_rescue
         if self._asynchronous:
-            self._run.snapshots.wait_for_room()  # Before the meeting, where other processes would wait.
+            self._wait_for_room()  # Before the meeting, where other processes would wait.
         failure = saver.failure
         try:
             what = f"step {step} in {self._store.directory}"
@@ -91,12 +99,13 @@ class _RunSave:
         place = path if isinstance(path, ObjectPath) else None
         is_later = self._asynchronous and collective.earlier is None
         with collective.abort_on_error():
+            self._stop_timer()
             self.join_data()
             if is_later and is_leader:
                 job = functools.partial(collective.lead, self._save_later(collective))
             elif is_later:
                 arrays = self._run.snapshots.take(self._run.borrow(), {})
-                job = functools.partial(collective.follow, lambda path: write_local_shards(path, arrays()[0]), place)
+                job = functools.partial(collective.follow, lambda path: self._write_shards(path, arrays()[0]), place)
             else:
                 earlier = saver.settle()
                 if earlier is None and collective.earlier is not None:
@@ -105,9 +114,15 @@ class _RunSave:
                     if is_leader:
                         collective.lead(lambda: self._save_now(collective))
                     else:
-                        collective.follow(lambda path: write_local_shards(path, to_plain(self._run.borrow(), root="train", may_span=True)), place)
+                        collective.follow(lambda path: self._write_shards(path, to_plain(self._run.borrow(), root="train", may_span=True)), place)
         if is_later and not saver.submit(job, on_skip=collective.abort):
             collective.abort()  # Another save has failed. All processes learn of it at the next meeting.
+
+    def _wait_for_room(self) -> None:
+        position, snapshots = self._run.position, self._run.snapshots
+        if position.is_last or position.is_rescue:
+            self._saver.wait_until_idle()  # Otherwise, this one is skipped if an earlier save fails, and no later one tries again.
+        snapshots.wait_for_room()
 
     def _save_now(self, collective: CollectiveSave | None) -> None:
         run = {**self._checkpoint.run_state, **self._data}
@@ -134,7 +149,17 @@ class _RunSave:
         if self._saver.has_lost or (collective is not None and collective.earlier is not None):
             # Keep everything: steps that the owner wants may be missing.
             options["keep"] = {*options["keep"], *self._store.steps()}
+        self._wait_for_uploads()
         self._store.save(collective=collective, **contents, **options)
+
+    def _write_shards(self, path: Location, train: Plain) -> dict[str, dict[str, int]]:
+        self._wait_for_uploads()
+        return write_local_shards(path, train)
+
+    def _wait_for_uploads(self) -> None:
+        """Waits until the logs are uploaded, so that no resume finds a checkpoint without them. If an upload fails, its callback raises the error later."""
+        for wait in self._uploads:
+            wait()
 
     def _metadata(self, run: Mapping[str, Any]) -> dict[str, Any]:
         checkpoint = self._checkpoint
@@ -166,8 +191,7 @@ def save_checkpoint(
 ) -> Location:
     """Writes one checkpoint to a directory or URL of any name and returns it. An older checkpoint there is replaced once the new one is complete."""
     location = locate(path, owner="save(path)", error=CheckpointError, options=storage_options)
-    # abspath, because `.` and `..` cannot be renamed.
-    place = location if isinstance(location, ObjectPath) else Path(os.path.abspath(location))
+    place = absolute(location)  # `.` and `..` cannot be renamed.
 
     def save(collective: CollectiveSave | None = None) -> None:
         write = functools.partial(write_checkpoint, train=train, run=run, metadata=metadata, collective=collective)

@@ -298,17 +298,17 @@ class Snapshots:
         if self._live.is_copied_packed:
             self._saver.wait_for_room()
         else:
-            self._saver.wait_for_room(lambda memory: memory.num_lent < self._max_copies or self._shared() is not None)
+            self._saver.wait_for_room(lambda memory: memory.num_lent < self._max_copies or self.shared() is not None)
 
     def take(self, state: TrainState, extra: dict[str, PyTree]) -> Callable[[], tuple[Plain, Plain]]:
         """Returns a function that gives the state, and `extra` (other values that the next step changes) as part of `run`, as they are now."""
-        snapshot = self._shared()
+        snapshot = self.shared()
         if snapshot is None:
             snapshot = self._packed_copy(state, extra) if self._live.is_copied_packed else self._copy(state, extra)
             self._latest = weakref.ref(snapshot)  # Weak: it lives as long as the saves, not as long as the checkpoint, which users may keep.
         return snapshot
 
-    def _shared(self) -> Callable[[], tuple[Plain, Plain]] | None:
+    def shared(self) -> Callable[[], tuple[Plain, Plain]] | None:
         """Returns the snapshot that is still in use, unless a callback has replaced the state since."""
         if self._version != self._live.version:
             self._version, self._latest = self._live.version, None

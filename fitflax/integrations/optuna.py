@@ -113,7 +113,9 @@ class OptunaPruning(MonitorCallback):
     def on_train_end(self, logs: Mapping[str, Any]) -> None:
         reason = self.trainer.stop_reason
         if failure_since(self._failure_before) is None and reason is not None and reason.startswith(_REASON):
-            raise _optuna().TrialPruned(reason.removeprefix(_REASON))
+            pruned = _optuna().TrialPruned(reason.removeprefix(_REASON))
+            pruned.is_in_all_processes = True  # So that `Interruption` does not note it as a failure.
+            raise pruned
 
     @override
     def state_dict(self) -> dict[str, Any]:

@@ -108,9 +108,11 @@ class Session:
             raise
 
     def restore(self, saved: Saved, batch: Batch | None, options: RestoreOptions) -> RestoreReport:
-        """Replaces the live state with a saved one, and the run ID unless only a part is restored; arguments as in `SessionState.restore`."""
+        """Replaces the live state with a saved one; arguments as in `SessionState.restore`. The run ID is the saved one, or new if only a part is restored."""
         report = self.state.restore(saved, batch, options)
-        if not options.starts_over:
+        if options.starts_over:
+            self.begin_run()
+        else:
             self.run_id = str(saved.metadata.get("run_id", self.run_id))
         return report
 

@@ -11,14 +11,14 @@ import numpy as np
 
 from fitflax.checkpoints.checkpoint_files import Saved
 from fitflax.checkpoints.restore import RestoreReport, check_mapping, match, match_streams, moved, needs_shapes, refit, report_of
-from fitflax.checkpoints.resume import INFERENCE_STATE, check_fits, fit_to, restored_state, warn_of_changes
+from fitflax.checkpoints.resume import INFERENCE_STATE, check_fits, eval_params_of, fit_to, restored_state, warn_of_changes, warn_of_eval_params
 from fitflax.data import Position
 from fitflax.errors import NotReadyError, RestoreError
 from fitflax.loops.configuration import CurrentTask, RestoreOptions, zeros
 from fitflax.optimizers import replace_by_path, settable_by_path, with_hyperparams
 from fitflax.parallel.placement import explicitly
-from fitflax.state import Batch, InferenceState, TrainState, only_params, parts_of, shapes_in, shapes_of, start_average
-from fitflax.steps.live_state import LiveState, collect_dropped, state_faults, strong_types
+from fitflax.state import Batch, InferenceState, TrainState, only_params, parts_of, shapes_in, shapes_of, start_average, state_faults
+from fitflax.steps.live_state import LiveState, collect_dropped, strong_types
 from fitflax.steps.optimizer import LossScaled, scaled_state
 from fitflax.steps.program import check_places
 from fitflax.steps.train_step import Task
@@ -89,11 +89,22 @@ class SessionState:
             keys = [jax.random.key(self._seed + member) for member in range(self._members or 1)]
             return keys[0] if self._members is None else jnp.stack(keys)
 
-    def need(self, what: str) -> LiveState:
-        """Returns the live state; raises `NotReadyError` if there is none."""
+    def need(self, what: str, *, evaluates: bool = False) -> LiveState:
+        """Returns the live state; raises `NotReadyError` if there is none.
+
+        With `evaluates`, warns if the parameters for evaluation are not known, because a checkpoint was restored before `compile`.
+        """
         if self.live is None:
             raise NotReadyError(f"{what}: there is no state yet. Call build(batch), fit(...) or restore(path) first.")
+        if evaluates and self._pending is not None:
+            warn_of_eval_params(self._pending)
         return self.live
+
+    def eval_params_name(self) -> str | None:
+        """Returns the name of the function that computes the parameters for evaluation from the optimizer state, which may not be restored yet."""
+        if self._pending is not None:
+            return eval_params_of(self._pending)
+        return self._task.any_program().eval_params.name_of(self.need("save").borrow())
 
     # -- matching what `compile` configures --
 
@@ -114,9 +125,12 @@ class SessionState:
         target = jax.eval_shape(self._functions.init_optimizer, state.params)
         fitted = fit_to(target, saved.train["opt_state"], saved, "train/opt_state", cast=self._casts)
         opt_state = self._strategy.put_at(fitted, self._place_optimizer(state, target))
+        state = with_hyperparams(dataclasses.replace(state, opt_state=opt_state), self.hyperparams)
         warn_of_changes(saved, self._task.described, to_resume=False)
+        if self._task.any_program().eval_params.name_of(state) is None:
+            warn_of_eval_params(saved)
         self._pending = None
-        self._update(with_hyperparams(dataclasses.replace(state, opt_state=opt_state), self.hyperparams))
+        self._update(state)
 
     def _init_optimizer(self, kept: Mapping[Any, Any] | None = None) -> None:
         """Initializes the optimizer state. `kept` are values of hyperparameters by path; by default, those of a new state."""
@@ -349,7 +363,8 @@ class SessionState:
         return dataclasses.replace(saved, train={**saved.train, "ema_params": averages}), target
 
     def _expected_shapes(self, batch: Batch | None) -> TrainState | None:
-        if self.live is not None and self.live.is_intact and self._unchecked_source is None:
+        is_own = not self.is_serving or self._built_from is None  # Served averages may have other dtypes than the module's parameters.
+        if is_own and self.live is not None and self.live.is_intact and self._unchecked_source is None:
             shapes = cast(TrainState, shapes_in(self.live.borrow()))
             if self.is_serving and self._task.optimizer:
                 shapes = dataclasses.replace(shapes, opt_state=jax.eval_shape(self._functions.init_optimizer, shapes.params))
@@ -410,7 +425,7 @@ class SessionState:
         before = live.version
         target = self._task.any_program().initial_state.shapes(self.key, batch)
         if self.is_serving:
-            target = dataclasses.replace(target, opt_state=())
+            target = self._to_serve(target, live.borrow().params)
         state = check_fits(target, live.borrow(), self._unchecked_source, cast=self._casts)
         if state.ema_params is not None:
             shapes = jax.eval_shape(start_average, state.params)
@@ -442,10 +457,22 @@ class SessionState:
         parts = self._without_transient({"params": state.params, "model_state": state.model_state})
         train_state = TrainState(step=np.int32(state.step), opt_state=(), key=self.key, **parts)  # type: ignore[arg-type]
         if target is not None:
-            train_state = check_fits(dataclasses.replace(target, opt_state=(), ema_params=None), train_state, INFERENCE_STATE)
+            train_state = check_fits(self._to_serve(target, train_state.params), train_state, INFERENCE_STATE)
         self._replace_live(train_state)
         self._unchecked_source, self._casts = (INFERENCE_STATE if target is None else None), False
         self._pending, self.is_serving = None, True
+
+    def _to_serve(self, target: TrainState, params: Any) -> TrainState:
+        """Returns the shapes that an `InferenceState` with these parameters must have.
+
+        The parameters may be averages, which are wider than half precision. Those of NNX may not, because they are written to the user's module.
+        """
+        expected = target.params
+        if self.module_variables is None:
+            averages = jax.eval_shape(start_average, expected)
+            dtypes, wide = ({getattr(leaf, "dtype", None) for leaf in jax.tree.leaves(tree)} for tree in (params, averages))
+            expected = averages if dtypes <= wide else expected
+        return dataclasses.replace(target, params=expected, opt_state=(), ema_params=None)
 
     def replace_params(self, params: Any) -> None:
         """Replaces the parameters; averages and the optimizer state start over, but hyperparameters keep their values."""

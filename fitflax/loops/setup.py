@@ -133,7 +133,7 @@ def prepare_run(
         plan = dataclasses.replace(plan, info={**plan.info, "compiled": compiled})
         run = _prepare_state(session, feed, fed, plan, progress, components, saved)
         if saved is not None and fed is not None:  # Without a first batch, no step follows.
-            warn_of_changes(saved, compiled, to_resume=True)
+            warn_of_changes(saved, run.plan.info["compiled"], to_resume=True)
         failed.pop_all()
     return run
 
@@ -144,7 +144,8 @@ def _prepare_state(
     """Builds or restores the state, begins to compile, and dry-runs a step on the first batch, `fed`; `None` if the resumed run has had all batches."""
     program, callbacks = session.task.need_compiled("fit"), components.callbacks
     if saved is not None:
-        session.restore(saved, None if fed is None else fed.batch, RestoreOptions(is_resume=True))
+        with components.spent.on("loading"):
+            session.restore(saved, None if fed is None else fed.batch, RestoreOptions(is_resume=True))
     saved_steps = None if saved is None else int(saved.metadata.get("steps_per_call", 1))
     steps = session.task.steps_per_call or saved_steps or 1
     if session.state.live is None and fed is not None:
@@ -155,6 +156,8 @@ def _prepare_state(
     live = session.state.need("fit")
     # If an optimizer labels parameters, only the state shows whether it contains a schedule-free one.
     check_restores_best(callbacks, program.eval_params.function_of(live.borrow()))
+    eval_params = program.eval_params.name_of(live.borrow())
+    compiled = {**plan.info["compiled"], **({} if eval_params is None else {"eval_params": eval_params})}
     _check_saves_best(callbacks, live.borrow())
     resumed, during_first_step = Resumed(), None
     if fed is not None:
@@ -172,7 +175,7 @@ def _prepare_state(
     _check_log_keys(list(program.dry_run.kinds), [loop.name for loop in components.validation.loops])
     session.state.last_progress = progress
     # Without jit each call has one step. The choice is saved for a resume that is compiled.
-    info = {**plan.info, "run_id": session.run_id, "steps_per_call": chosen}
+    info = {**plan.info, "compiled": compiled, "run_id": session.run_id, "steps_per_call": chosen}
     plan = dataclasses.replace(plan, info=info, steps_per_call=1 if program.is_eager else chosen)
     return RunSetup(session, program, live, feed, plan, progress, components, resumed, during_first_step)
 
@@ -180,9 +183,11 @@ def _prepare_state(
 def find_saved(session: Session, resume: Any, stores: Sequence[CheckpointStore]) -> Saved | None:
     """Returns the checkpoint to resume from, the same in all processes; `None` to begin a new run."""
     saved = read_collectively(lambda together: find_resume(resume, stores, together), num_processes=session.strategy.num_processes)
-    if saved is None and resume == "auto":
+    if saved is None and resume == "auto" and not stores[0].has_saved():
         # A run that was killed before its first checkpoint begins again under the same ID, so that it keeps its other directories.
         session.run_id = stores[0].run_id() or session.run_id
+    if session.strategy.num_processes > 1:
+        session.run_id = exchange(session.run_id, "the run ID")[0]
     return saved
 
 

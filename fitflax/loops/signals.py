@@ -37,7 +37,7 @@ from fitflax.data.feed import is_dead_worker, is_from_data
 from fitflax.errors import ReplicaError, warn
 from fitflax.leaves import listed
 from fitflax.loops.session import Session
-from fitflax.parallel.launch import is_actor, listening, note_failure
+from fitflax.parallel.launch import forget_failure, is_actor, listening, note_failure
 from fitflax.parallel.processes import Board, exchange
 from fitflax.state import TrainState
 
@@ -60,7 +60,7 @@ class Interruption:
 
     It sets no handlers in these cases:
 
-    * Outside the main thread, and for signals that C code handles; it warns.
+    * Outside the main thread, and for signals that C code handles; it warns if the run is saved.
     * For ignored signals, such as SIGINT in a script's background jobs.
     * With `jax.distributed`, because a handler would disable JAX's own. `check` queries JAX about SIGTERM; Ctrl-C raises KeyboardInterrupt, and the loop
       saves as after any exception.
@@ -116,7 +116,7 @@ class Interruption:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: types.TracebackType | None) -> bool:
         self._exit.close()
         is_explained = error is not None and self.explains(error)
-        if error is not None and not is_explained:
+        if error is not None and not is_explained and not getattr(error, "is_in_all_processes", False):
             note_failure(error)  # The other processes wait for steps that this one will not run.
         for number, earlier in list(self._earlier.items()):  # A copy, because the handler of a signal that arrives now may add one.
             signal.signal(number, earlier)
@@ -240,7 +240,7 @@ class Agreement:
 class DistributedAgreement(Agreement):
     """The agreement of one of several processes that run the same steps, none of which is more than `ahead` steps ahead of another.
 
-    Only the clock of process 0 is used. `reason` returns why a stop was requested in this process; `stop` is called with the reason of another process.
+    Only the clock of process 0 is used. `reason` returns why a stop was requested in this process; `stop` is called with the reason that all processes use.
     Decisions apply between two calls of `multiple` steps.
     """
 
@@ -269,6 +269,7 @@ class DistributedAgreement(Agreement):
         self._posted: list[int] = []
         self._last = (0, 0.0)
         self.synchronize()
+        forget_failure()
 
     @property
     @override
@@ -335,24 +336,33 @@ class DistributedAgreement(Agreement):
 
     def _all_requested_stop(self, step: int) -> bool:
         """Returns whether a stop was requested in all processes after this step; the result is the same in every process that calls it."""
-        self._board.post(f"votes/{step}/{self._index}", _YES)
-        end = time.monotonic() + _VOTE_SECONDS
+        self._board.post(f"votes/{step}/{self._index}", self._reason().encode())
+        end, verdict = time.monotonic() + _VOTE_SECONDS, _YES
         while len(self._board.read_all(f"votes/{step}")) < self._count:
             if time.monotonic() > end:
-                return self._board.settle(f"verdicts/{step}", _NO) == _YES
+                verdict = _NO
+                break
             time.sleep(_POLL_SECONDS)
-        return self._board.settle(f"verdicts/{step}", _YES) == _YES
+        if self._board.settle(f"verdicts/{step}", verdict) == _NO:
+            return False
+        reasons = self._board.read_all(f"votes/{step}")  # Of all processes, even if the last one voted after this one had stopped waiting.
+        self._stop(reasons[min(reasons)].decode())
+        return True
 
 
 def make_agreement(session: Session, steps_per_call: int, clock: Callable[[], float]) -> Agreement:
     """Returns the agreement of a run of a session. Calls of the device have up to `steps_per_call` steps."""
     if session.strategy.num_processes == 1:
         return Agreement(clock, lambda: session.is_stopping)
+
+    def stop(reason: str) -> None:
+        session.is_stopping, session.stop_reason = True, reason  # Unlike `Session.stop`, replaces the reason of this process.
+
     return DistributedAgreement(
         clock,
         lambda: session.is_stopping,
         reason=lambda: session.stop_reason or "",
-        stop=session.stop,
+        stop=stop,
         ahead=(session.strategy.max_in_flight + 1) * steps_per_call,
         multiple=steps_per_call,
     )

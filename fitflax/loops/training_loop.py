@@ -1,8 +1,10 @@
 """The training loop. A `Run` trains and yields checkpoints, and `fit` iterates over them.
 
-`Run._epochs` defines the order of a run. The loop never waits for the newest step: values are copied to the host when they are read.
+`Run._epochs` defines the order of a run. The loop waits for the newest step only before validations and `on_epoch_end`: values are copied to the host when
+they are read.
 """
 
+import contextlib
 import dataclasses
 import math
 import time
@@ -13,7 +15,7 @@ import jax
 
 from fitflax.checkpoints.checkpoint import Checkpoint, RunPosition, RunView, Timer
 from fitflax.data import FedBatch
-from fitflax.errors import ConfigError
+from fitflax.errors import ConfigError, integer_of
 from fitflax.logs import Logs
 from fitflax.loops.evaluation_loop import Interrupted
 from fitflax.loops.setup import RunSetup
@@ -80,8 +82,7 @@ class Run:
 
     def run(self, steps: int) -> Checkpoint | None:
         """Runs `steps` steps, fewer if the run ends before, and returns the checkpoint of the last one; `None` if no step was left."""
-        if steps < 1:
-            raise ConfigError(f"run(steps) must run at least one step. Received: {steps!r}.")
+        steps = integer_of("run(steps)", steps, at_least=1)
         self._restart_timer()
         begin = self.progress.step
         self._run_end_step = begin + steps
@@ -93,7 +94,7 @@ class Run:
 
     def _restart_timer(self) -> None:
         self._timer.stop(wait=False)  # The last checkpoint's time must stop now, even if it is read later.
-        self._timer = Timer(self._clock)
+        self._timer = Timer(self._clock, self._timer.seconds_evaluating)
 
     def _yielded(self) -> Checkpoint:
         checkpoint, self._pending_checkpoint = self._pending_checkpoint or self._make_checkpoint(), None
@@ -101,8 +102,8 @@ class Run:
         if self.progress.is_pending:
             self.fired_ids = set()  # A resume evaluates the triggers of this step.
         self._has_yielded = True
-        self._timer.pause(self._values)
         run = checkpoint.run
+        self._timer.pause(run.step_values)
         run.position = dataclasses.replace(run.position, is_last=self._is_last, is_rescue=self._is_rescue, is_repeat=repeat)
         self._last_yielded = self.progress.step
         return checkpoint
@@ -203,7 +204,8 @@ class Run:
         except BaseException as error:  # Includes a KeyboardInterrupt that user code raises.
             self._check_epoch_end(may_read=False)
             self.failure = None if isinstance(error, Interrupted) else error
-            self._undo_callbacks()
+            if self._before_epoch_end is not None and self._before_epoch_end[1] is not None:
+                self._put_back(self._before_epoch_end[1])
             if self._live.is_intact and self._live.step == self.progress.step and not self.interruption.exits_immediately:
                 is_dropped = True  # Unless the consumer of this checkpoint requests the next one.
                 yield from self._last_checkpoint(rescue=True)
@@ -220,10 +222,9 @@ class Run:
                 self._feed.close()
                 self._saver.detach()
 
-    def _undo_callbacks(self) -> None:
+    def _put_back(self, state: TrainState) -> None:
         """Restores the state from before callbacks changed it at the end of an epoch, unless one has trained it and so donated its buffers."""
-        state = None if self._before_epoch_end is None else self._before_epoch_end[1]
-        if state is not None and not any(leaf.is_deleted() for leaf in jax.tree.leaves(state)):
+        if not any(leaf.is_deleted() for leaf in jax.tree.leaves(state)):
             self._live.replace(state, self.progress.step)
             self._live.lend()  # It may have been lent before, so the next step must work on a copy.
 
@@ -315,10 +316,8 @@ class Run:
 
     def _exclude(self, prepare: Callable[[], None]) -> None:
         """Calls a function whose time counts as time of compiling and not of steps."""
-        begin = self._clock()
-        with self.spent.on("compiling"):
+        with self._timer.excluding(), self.spent.on("compiling"):
             prepare()
-        self._timer.excluded += self._clock() - begin
 
     def _train_upcoming(self, sums: Sums) -> None:
         group, plan, progress = self._upcoming, self.plan, self.progress
@@ -417,22 +416,46 @@ class Run:
         """Ends an epoch for the steps so far because the run ends inside it. Only the epoch's row is saved, next to the checkpoint."""
         if self._values is None or self._epoch_was_finished or self.progress.step_in_epoch == 0:
             return
+        before = self._live.borrow()
         checkpoint = self._finish_epoch(is_whole=False)
-        self.callbacks.on_closing(checkpoint, self.progress.epoch, checkpoint.logs)
+        if self.plan.is_fit:  # The consumer of another loop may end it in one process only.
+            self._agreement.synchronize()
+        after, step = self._live.borrow(), self._live.step
+        if after is not before:
+            self._put_back(before)  # For a best checkpoint, because a resume from it ends the epoch again.
+        try:
+            self.callbacks.on_closing(checkpoint, self.progress.epoch, checkpoint.logs)
+        finally:
+            if after is not before:
+                self._live.replace(after, step)
 
     def _finish_epoch(self, *, is_whole: bool) -> Checkpoint:
         """Validates, and calls `on_epoch_end`; returns the checkpoint whose logs the callbacks got."""
-        # Recorded now, so that a resume from a checkpoint that is saved below ends the epoch again. After a partial epoch, no state is saved.
+        # Recorded now, so that a resume from a checkpoint that is saved below ends the epoch again. After a partial epoch, no rescue checkpoint is saved.
         self._before_epoch_end = self._repeated_state(), self._live.borrow() if is_whole else None
         checkpoint = self._make_checkpoint(epoch_ends=True)
         if self._validation.at_epoch(self.progress.epoch) or (is_whole and self._validation_schedule.due(self._moment(epoch_ends=True))):
-            checkpoint = self._validation.evaluate(checkpoint, self._program, self.spent)
+            checkpoint = self._validate(checkpoint)
         checkpoint.logs.earlier = self._validated
         self.epoch_logs = checkpoint.logs
-        self.callbacks.call("on_epoch_end", self.progress.epoch, checkpoint.logs)
+        if self.callbacks.has_hook("on_epoch_end"):
+            with self._timer_paused():
+                self.callbacks.call("on_epoch_end", self.progress.epoch, checkpoint.logs)
         if checkpoint.logs.source is not None and checkpoint.logs.source.is_read:
             check_total_weight(self._program, "train", checkpoint.logs.source)
         return checkpoint
+
+    def _validate(self, checkpoint: Checkpoint) -> Checkpoint:
+        with self._timer_paused():
+            return self._validation.evaluate(checkpoint, self._program, self.spent)
+
+    @contextlib.contextmanager
+    def _timer_paused(self) -> Iterator[None]:
+        """Waits for steps that are still running, so that their time does not count as time of the block, and excludes the block from the time of steps."""
+        if self._values is not None:
+            self._values.wait()
+        with self._timer.excluding():
+            yield
 
     @property
     def _has_triggers(self) -> bool:
@@ -445,10 +468,11 @@ class Run:
         if not self._has_triggers:
             return False
         moment = self._moment(epoch_ends=not progress.epoch_is_open)
-        before = self._validation_schedule.state_dict(self.seconds)
-        if progress.epoch_is_open and self._validation_schedule.due(moment):
-            self._before_epoch_end = {**self._repeated_state(), "validation_schedule": before}, None
-            self._pending_checkpoint = self._validation.evaluate(self._make_checkpoint(), self._program, self.spent)
+        schedule = self._validation_schedule
+        before = {"validation_schedule": schedule.state_dict(self.seconds)} if schedule.measures_time else {}
+        if progress.epoch_is_open and schedule.due(moment):
+            self._before_epoch_end = {**self._repeated_state(), **before}, None
+            self._pending_checkpoint = self._validate(self._make_checkpoint())
             self._before_epoch_end = None
             self._validated = {key: self._pending_checkpoint.logs[key] for key in sorted(self._pending_checkpoint.evaluated)}
         self.fired_ids = self.callbacks.evaluate_triggers(moment)
@@ -489,7 +513,7 @@ class Run:
         return Checkpoint(run)
 
     def _repeated_state(self) -> dict[str, Any]:
-        """Returns the states of what an interrupted validation or end of an epoch has changed, so that a resume repeats it."""
+        """Returns the state that a resume needs to repeat an interrupted validation or end of an epoch."""
         state = dict(self.callbacks.state_dict(self.seconds))
         if self._validation_schedule.measures_time:
             state["validation_schedule"] = self._validation_schedule.state_dict(self.seconds)

@@ -5,6 +5,7 @@ A `TrainLoop` wraps a `Run`, which `fit` iterates over as well, and an `EvalLoop
 
 import functools
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -71,7 +72,7 @@ class TrainLoop:
         mutable: linen's filter for collections that training may change.
         sample: Inputs (a tuple for several) whose shapes initialize the state; by default those of the first batch, which is then trained on.
         restore_from: A checkpoint, or a directory of checkpoints. The run resumes from the newest intact one, bit for bit, even inside an epoch. If
-            there is none yet, a new run begins.
+            there is none, a new run begins.
         storage_options: Options for a URL in `restore_from`, as in `ModelCheckpoint`.
         parallel: Strategy; by default `DataParallel()`, over all devices of all processes.
         batch_size: Batch size for arrays; 32 by default.
@@ -181,7 +182,7 @@ class TrainLoop:
         begin = self.step
         checkpoint = self.next_checkpoint() if self._steps else None
         if checkpoint is None:
-            if self.step == begin == self._run.plan.process_start and not self._has_printed:
+            if self.step == begin == self._run.plan.process_start and not self._has_printed and jax.process_index() == 0:
                 self._has_printed = True
                 done = self.step - self._run.progress.first_step
                 print(f"There is nothing to train: the run has finished {done} steps, and steps={self._steps} is its total. To train longer, pass more steps.")
@@ -200,7 +201,7 @@ class TrainLoop:
         """Runs `steps` steps, fewer if the run ends before, and returns the checkpoint of the last one; `None` if no step was left.
 
         Raises:
-            ConfigError: `steps` is not positive.
+            ConfigError: `steps` is not a positive integer.
         """
         return self._advance(lambda: self._run.run(steps))
 
@@ -345,7 +346,12 @@ class EvalLoop:
             DataError: The data has no batch, or is an iterator that is exhausted.
             ModelError, MetricError: The model or a metric does not fit the state or the data.
         """
-        return self._evaluation_on(checkpoint.run.live.strategy)(checkpoint)
+        run = checkpoint.run
+        run.timer.stop()  # The evaluation waits for the step. After it, the time at which the step finished would be unknown.
+        begin = time.monotonic()
+        summary = self._evaluation_on(run.live.strategy)(checkpoint)
+        run.timer.seconds_evaluating += time.monotonic() - begin
+        return summary
 
 
 # -- single batches --
@@ -381,7 +387,7 @@ def test_on_batch(session: Session, triple: Triple) -> dict[str, Any]:
 
 def predict_on_batch(session: Session, x: PyTree) -> PyTree:
     """Returns the module's outputs for one batch of inputs, as NumPy arrays `[batch, ...]`."""
-    live, program = session.state.need("predict_on_batch"), session.task.any_program()
+    live, program = session.state.need("predict_on_batch", evaluates=True), session.task.any_program()
     fed = session.task.feeder.single(Triple(x, (), None), "predict")
     session.state.check_batch(fed.batch)
     program.preparation.predict(live.borrow(), fed.batch, is_single=True, is_counted=fed.is_counted)
@@ -413,7 +419,11 @@ def _find_checkpoint(path: Location, session: Session, saver: Saver) -> Saved | 
         holder.wait()
     else:
         store.lock(saver)  # Lock it before searching it, so that files that another run is writing are not taken for leftovers.
-    return find_saved(session, "auto", [store])
+    saved = find_saved(session, "auto", [store])
+    if saved is None and store.steps():
+        # All checkpoints are damaged. A new run replaces them, but not those in other directories.
+        store.claim(session.run_id, overwrite=True)
+    return saved
 
 
 def _check_function(owner: str, name: str, fn: Any) -> None:

@@ -71,7 +71,7 @@ def save_weights(
         )
     rules = None if mapping is None else rules_of(mapping, ())
     dtype = _dtype_of(dtype, "save_weights")
-    state = session.state.need("save_weights").borrow()
+    state = session.state.need("save_weights", evaluates=True).borrow()
     params = session.task.any_program().eval_params(state)
     leaves = dict(_weights(params, state.model_state, has_streams=session.state.module_variables is not None))
 

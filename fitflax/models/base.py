@@ -67,6 +67,7 @@ class Model(abc.ABC):
     loss_arguments: tuple[str, ...] = ("params", "model_state", "batch")
     loss_keywords: tuple[str, ...] = ("rngs", "train")
     keyword_inputs: bool
+    frozen: tuple[str, ...] = ()  # Collections of parameters that are not trained.
     has_eval_model: bool = False  # Whether the user gave a module for evaluation, whose parameters may differ by mistake.
     # How to fix errors about random streams and about arguments; appended to their texts.
     rng_hint: ClassVar[str] = RNG_HINT

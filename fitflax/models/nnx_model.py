@@ -8,6 +8,7 @@ import functools
 import inspect
 import itertools
 import warnings
+import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -87,7 +88,10 @@ class _Mode(NamedTuple):
 
 def _rngs(rngs: Mapping[str, jax.Array]) -> nnx.Rngs:
     """Returns random streams for the `rngs` argument of a call; a stream that is not named is derived from the first one."""
-    return nnx.Rngs(next(iter(rngs.values()), None), **rngs) if rngs else nnx.Rngs()
+    if not rngs:
+        return nnx.Rngs()
+    # NNX does not fold the name into the key, so equal keys would give equal numbers.
+    return nnx.Rngs({"default": jax.random.fold_in(next(iter(rngs.values())), zlib.crc32(b"default")), **rngs})
 
 
 class NNXModel(Model):
@@ -95,6 +99,7 @@ class NNXModel(Model):
 
     loss_arguments = ("model", "batch")
     loss_keywords = ("train",)
+    frozen = (FROZEN,)
     rng_hint = (
         " Pass random streams to the layers, nnx.Dropout(rate, rngs=rngs); or add an argument `rngs` to __call__, which the trainer sets, and name its "
         "streams: Trainer(rngs=('dropout', ...)) for training, or Trainer(rngs={'train': ..., 'eval': ...}) for evaluation as well."

@@ -54,6 +54,11 @@ def note_failure(error: BaseException) -> None:
         _Exit.failure, _Exit.is_own = f"{type(error).__name__}: {error}"[:500], not _is_communication_error(error)
 
 
+def forget_failure() -> None:
+    """Forgets an error that the program has caught. Called when all processes continue together."""
+    _Exit.failure, _Exit.is_own = None, True
+
+
 def _is_communication_error(error: BaseException) -> bool:
     """Returns whether an error is about the communication between processes, which makes the other processes fail as well."""
     return any(isinstance(each, ReplicaError) or (isinstance(each, jax.errors.JaxRuntimeError) and _CONNECTION.search(str(each))) for each in chain_of(error))

@@ -167,8 +167,8 @@ class ForwardPass:
         self, params: PyTree, model_state: dict[str, PyTree], batch: Batch, *, draws: Draws, train: bool
     ) -> tuple[Any, dict[str, PyTree], dict[str, Any]]:
         """Returns the results of `compute_loss`; parameters and inputs are cast to the compute dtype, and outputs and collections back."""
-        params, x = self.numerics.narrow((params, batch.x))
-        variables, options = {"params": params, **model_state}, {"train": train, "draws": draws, "mutable": self.mutable}
+        variables, x = self._narrowed(params, model_state, batch.x)
+        options = {"train": train, "draws": draws, "mutable": self.mutable}
         try:
             if self.compute_loss is None:
                 outputs, changed = self.model.apply(variables, x, **options)
@@ -185,7 +185,13 @@ class ForwardPass:
             raise ModelError(f"compute_loss: {error}.{RNG_HINT} It gets rngs={list(draws.rngs)} {'in training' if train else 'in evaluation'}.") from error
         except ModifyScopeVariableError as error:
             raise ModelError(f"compute_loss: {error}.{MUTABLE_HINT}") from error
-        return values, self.numerics.as_stored(changed, model_state), {key: self.numerics.widen(value) for key, value in aux.items()}
+        return values, self.numerics.as_stored(changed, model_state, variables), {key: self.numerics.widen(value) for key, value in aux.items()}
+
+    def _narrowed(self, params: PyTree, model_state: Mapping[str, PyTree], x: PyTree) -> tuple[dict[str, PyTree], PyTree]:
+        """Returns the variables and inputs of a call, with parameters, frozen ones included, and inputs in the compute dtype."""
+        frozen = {name: model_state[name] for name in self.model.frozen if name in model_state}
+        params, frozen, x = self.numerics.narrow((params, frozen, x))
+        return {"params": params, **model_state, **frozen}, x
 
     def _mean_part(self, name: str, values: jax.Array, batch: Batch, weights: jax.Array, mask: jax.Array, totals: Totals | None) -> tuple[Mean, jax.Array]:
         """Returns the logged mean of one part of the loss, and this replica's share of its global mean."""
@@ -202,7 +208,8 @@ class ForwardPass:
             )
         if weights.ndim > values.ndim or any(have not in (1, want) for have, want in zip(weights.shape, values.shape, strict=False)):
             raise LossError(
-                f"sample_weight {list(weights.shape)} does not fit the loss values {list(values.shape)}, aligned from the left. Sizes must be equal or 1."
+                f"sample_weight {list(weights.shape)} does not fit the loss values {list(values.shape)}, aligned from the left. Sizes must be equal or 1. "
+                f"Pass weights that fit, or a loss function that returns one value per weight, {list(weights.shape)}."
             )
         total, weight = weighted_sums(values, weights)
         whole = self.strategy.sum(jax.lax.stop_gradient(weight)) if totals is None else totals.weight_of(values.shape)
@@ -232,14 +239,15 @@ class ForwardPass:
             share, new_grads, forward = self._value_and_grad(before, micro, jax.random.fold_in(key, index), notes, scale, totals, sown=sown)
             after = _same_collections(before, forward.model_state)
             after |= jax.tree.map(jnp.maximum, _overwritten(model_state), _overwritten(after))
-            grads = self._with_param_sharding(state, optax.tree.add(grads, new_grads))
+            grads = self._with_param_sharding(state, optax.tree.add(grads, optax.tree.cast_like(new_grads, grads)))
             return (loss + share, grads, after), (forward.metrics, forward.sown, forward.params)
 
         lowest = jax.tree.map(lambda leaf: jnp.full_like(leaf, -jnp.inf), _overwritten(state.model_state))
-        first = (jnp.float32(0), self._with_param_sharding(state, optax.tree.zeros_like(state.params)), {**state.model_state, **lowest})
+        first = (jnp.float32(0), self._with_param_sharding(state, _zero_sums(state.params)), {**state.model_state, **lowest})
         (loss, grads, model_state), (metrics, *others) = jax.lax.scan(body, first, batches)
         rows = rows_of(metrics)
         merged = merge_all({name: metric for name, metric in metrics.items() if name not in rows})
+        grads = optax.tree.cast_like(grads, state.params)
         return loss, grads, ForwardResult(self.strategy.unsplit(rows) | merged, model_state, *_entry(others, -1))
 
     def _value_and_grad(
@@ -271,11 +279,12 @@ class ForwardPass:
         if self.numerics.accumulate_steps == 1:
             return self.forward(params, state.model_state, batch, draws=self.streams.train_draws(key, self.strategy), train=True)[0]
         totals, batches = self._micro_batches(batch)
+        wide = optax.tree.cast_like(params, jax.eval_shape(_zero_sums, params))  # The gradient of the loop is a sum in these dtypes.
 
         def body(carry: tuple[jax.Array, dict[str, PyTree]], each: tuple[jax.Array, Batch]) -> Any:
             (loss, model_state), (index, micro) = carry, each
             draws = self.streams.train_draws(jax.random.fold_in(key, index), self.strategy)
-            share, forward = self.forward(params, model_state, micro, draws=draws, train=True, totals=totals)
+            share, forward = self.forward(optax.tree.cast_like(wide, params), model_state, micro, draws=draws, train=True, totals=totals)
             return (loss + share, _same_collections(dataclasses.replace(state, model_state=model_state), forward.model_state)), None
 
         # As in training, only one micro-batch's activations are in memory in the backward pass.
@@ -365,6 +374,16 @@ def merge_all(metrics: dict[str, Metric]) -> dict[str, Metric]:
     # A loop compiles much faster than a chain of merges.
     first, rest = _entry(metrics, 0), _entry(metrics, slice(1, None))
     return cast(dict[str, Metric], jax.lax.scan(lambda sums, share: ({key: sums[key].merge(share[key]) for key in sums}, None), first, rest)[0])
+
+
+def _zero_sums(params: PyTree) -> PyTree:
+    """Returns zeros like the parameters, but in float32 if these are narrower, because a long sum in half precision loses small terms."""
+
+    def one(leaf: jax.Array) -> jax.Array:
+        is_narrow = jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype.itemsize < 4
+        return jnp.zeros_like(leaf, jnp.float32 if is_narrow else None)
+
+    return jax.tree.map(one, params)
 
 
 def _entry(tree: PyTree, index: Any) -> Any:

@@ -12,11 +12,11 @@ import jax.numpy as jnp
 import optax
 
 from fitflax.errors import FitflaxError, ModelError, NotReadyError, OptimizerError, is_of_debugger
-from fitflax.leaves import describe_shapes, is_key, listed
+from fitflax.leaves import is_key
 from fitflax.models import TRANSIENT
 from fitflax.parallel import Strategy
 from fitflax.parallel.strategy import Compiled
-from fitflax.state import PyTree, TrainState
+from fitflax.state import PyTree, TrainState, state_faults
 
 # Above this size, fresh memory costs more than waiting for a step: XLA allocates it for each copy, while `host_copy` reuses memory.
 _LARGE_BYTES = 2**26
@@ -183,6 +183,11 @@ class EvalParams:
             self._is_schedule_free = bool(_schedule_free_states(self._opt_state_of(state)))
         return schedule_free_eval_params if self.custom is None and state.ema_params is None and self._is_schedule_free else self.custom
 
+    def name_of(self, state: TrainState) -> str | None:
+        """Returns the name of that function, or of its class."""
+        function = self.function_of(state)
+        return None if function is None else getattr(function, "__name__", type(function).__name__)
+
     def _opt_state_of(self, state: TrainState) -> PyTree:
         return state.opt_state.inner_state if self._is_scaled else state.opt_state
 
@@ -246,19 +251,6 @@ def _is_masked(node: Any) -> bool:
 def strong_types(tree: PyTree) -> PyTree:
     """Returns `tree` without weak types. Otherwise, the first update would remove them, and the step would be compiled twice."""
     return jax.tree.map(lambda leaf: leaf if is_key(leaf) else jax.lax.convert_element_type(leaf, leaf.dtype), tree)
-
-
-def state_faults(old: PyTree, new: PyTree) -> str:
-    """Returns where `new`, a state or a part of one, differs from `old` in structure, shapes or dtypes; an empty string if nowhere."""
-    before, after = (dict(jax.tree_util.tree_leaves_with_path(tree)) for tree in (old, new))
-    faults = []
-    for path in {**before, **after}:
-        was, now, name = before.get(path), after.get(path), jax.tree_util.keystr(path)
-        if was is None or now is None:
-            faults.append(f"{name} is {'new' if was is None else 'missing'}")
-        elif not hasattr(now, "dtype") or was.shape != now.shape or was.dtype != now.dtype:
-            faults.append(f"{name} is {describe_shapes(now)} instead of {describe_shapes(was)}")
-    return listed(faults, "; ")
 
 
 def _sow_hint(old: TrainState, new: TrainState) -> str:

@@ -23,8 +23,7 @@ from fitflax.errors import ConfigError, FitflaxError, OptimizerError, integer_of
 from fitflax.leaves import listed, named_leaves
 from fitflax.models.base import parameters_of
 from fitflax.parallel import Strategy
-from fitflax.state import PyTree, shapes_in
-from fitflax.steps.live_state import state_faults
+from fitflax.state import PyTree, shapes_in, state_faults
 from fitflax.steps.outputs import map_outputs
 
 _HALF = {"bfloat16": jnp.bfloat16, "float16": jnp.float16}
@@ -100,11 +99,14 @@ class Numerics:
             return tree
         return map_outputs(lambda leaf: leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32)) if _is_float(leaf) else leaf, tree)
 
-    def as_stored(self, changed: dict[str, PyTree], stored: dict[str, PyTree]) -> dict[str, PyTree]:
-        """Returns collections that the module changed in their stored dtypes; new collections are unchanged."""
+    def as_stored(self, changed: dict[str, PyTree], stored: dict[str, PyTree], given: dict[str, PyTree]) -> dict[str, PyTree]:
+        """Returns collections that the module changed in their stored dtypes; new collections are unchanged.
+
+        `given` are the values that the module got. Where it did not change them, the stored values are returned, which are not rounded.
+        """
         if not self.is_half:
             return changed
-        return {name: _cast_like(tree, stored[name]) if name in stored else tree for name, tree in changed.items()}
+        return {name: _cast_like(tree, stored[name], given[name]) if name in stored else tree for name, tree in changed.items()}
 
     # -- averaged parameters --
 
@@ -124,11 +126,18 @@ def _is_float(leaf: Any) -> bool:
     return hasattr(leaf, "dtype") and bool(jnp.issubdtype(leaf.dtype, jnp.floating))
 
 
-def _cast_like(tree: PyTree, stored: PyTree) -> PyTree:
+def _cast_like(tree: PyTree, stored: PyTree, given: PyTree) -> PyTree:
     structures: list[Any] = [jax.tree.structure(each) for each in (tree, stored)]
     if structures[0] != structures[1]:
         return tree  # The error is raised where states are compared.
-    return jax.tree.map(lambda leaf, old: leaf.astype(old.dtype) if _is_float(leaf) and _is_float(old) else leaf, tree, stored)
+
+    def one(leaf: Any, old: Any, narrowed: Any) -> Any:
+        if leaf is narrowed or not (_is_float(leaf) and _is_float(old)):
+            return old if leaf is narrowed else leaf
+        new, is_rounded = leaf.astype(old.dtype), narrowed.dtype != old.dtype and leaf.shape == old.shape
+        return jnp.where(leaf == narrowed, old, new) if is_rounded else new
+
+    return jax.tree.map(one, tree, stored, given)
 
 
 class LossScaled(NamedTuple):

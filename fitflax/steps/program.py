@@ -273,7 +273,9 @@ class Preparation:
             cost = self._dry_run.step(state, feed, train=False)
             size = 1 if is_single else self._choose_group_size(cost, batch)
             self._warn_of_mode()
-            carry = Carry(*jax.tree.flatten((state.params, state.model_state)), state.key)  # All choices of parameters to evaluate have these shapes.
+            # A function that returns the parameters to evaluate keeps shapes and dtypes; averages may have other dtypes.
+            params = state.params if state.ema_params is None else state.ema_params
+            carry = Carry(*jax.tree.flatten((params, state.model_state)), state.key)
             self._compile("evaluate" if size == 1 else "evaluate group", carry, batch, size, train=False)
             self._group_sizes[seen] = size
 

@@ -175,13 +175,14 @@ class Task(ForwardPass):
         norm = optax.tree.norm(grads).astype(jnp.float32) if keep.norm else UNKNOWN_NORM
         is_norm_finite = jnp.isfinite(norm) if keep.norm else jnp.bool_(True)
         is_good, is_skipped = jnp.isfinite(loss) & is_norm_finite, None
+        new_state = same_types(dataclasses.replace(state, step=step, params=params, model_state=model_state, opt_state=opt_state), state)
         if scale is not None:
             is_skipped = ~is_finite(grads)
             # At the smallest scale, a gradient that is not finite is as bad as without scaling.
             is_good = jnp.isfinite(loss) & (is_norm_finite | (is_skipped & (scale > MIN_SCALE)))
-            params, model_state = optax.tree.where(is_skipped, (state.params, state.model_state), (params, model_state))
-        new_state = dataclasses.replace(state, step=step, params=params, model_state=model_state, opt_state=opt_state)
-        return _Update(same_types(new_state, state), metrics, loss, grads, norm, is_skipped, is_good, forward.sown)
+            params, model_state = optax.tree.where(is_skipped, (state.params, state.model_state), (new_state.params, new_state.model_state))
+            new_state = dataclasses.replace(new_state, params=params, model_state=model_state)
+        return _Update(new_state, metrics, loss, grads, norm, is_skipped, is_good, forward.sown)
 
     def weighted_logs(self, metrics: dict[str, Metric], batch: Batch) -> dict[str, tuple[jax.Array, jax.Array]]:
         """Returns a batch's global metrics as the pairs that a custom step logs: each replica's share of the sum and of the weight."""
@@ -194,6 +195,8 @@ class Task(ForwardPass):
                 pairs[key] = (jnp.sum(parts[0].total) / replicas, jnp.sum(parts[0].weight) / replicas)
             else:
                 value, is_undefined = computed(metric)
+                if value.ndim:  # The log of a custom step is one number.
+                    continue
                 weight = jnp.where(is_undefined, 0.0, real)
                 pairs[key] = (jnp.where(is_undefined, 0.0, value) * weight, weight)
         return pairs
@@ -238,8 +241,8 @@ class Task(ForwardPass):
     def outputs(self, params: PyTree, model_state: dict[str, PyTree], key: jax.Array, x: PyTree, *, train: bool, index: Any = None) -> PyTree:
         """Returns the module's outputs; random keys follow from `key` and, in evaluation, from `index`."""
         draws = self._draws(key, train=train, index=index)
-        params, x = self.numerics.narrow((params, x))
-        return self.numerics.widen(self.model.apply({"params": params, **model_state}, x, train=train, draws=draws, mutable=self.mutable)[0])
+        variables, x = self._narrowed(params, model_state, x)
+        return self.numerics.widen(self.model.apply(variables, x, train=train, draws=draws, mutable=self.mutable)[0])
 
     def _draws(self, key: jax.Array, *, train: bool, index: Any = None) -> Draws:
         if train:

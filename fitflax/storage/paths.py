@@ -68,6 +68,15 @@ def locate(path: str | os.PathLike[str], *, owner: str, error: type[FitflaxError
     return ObjectPath(open_bucket(scheme, bucket, options), key)
 
 
+def absolute(location: Location) -> Location:
+    """Returns a location in a form that is equal for all spellings of a path. Symbolic links are not resolved.
+
+    >>> absolute(Path("runs/../runs/a")) == absolute(Path.cwd() / "runs/a")
+    True
+    """
+    return location if isinstance(location, ObjectPath) else Path(os.path.abspath(location))
+
+
 # Slashes, control characters and unpaired surrogates; and escapes, so that a name cannot equal the result for another one.
 _UNSAFE = re.compile(r"[/\x00-\x1f\x7f\ud800-\udfff]|%(?=[0-9A-F]{2})")
 _ESCAPES = re.compile(r"(?:%[0-9A-F]{2})+")

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 import fitflax
-from fitflax.callbacks import BestCheckpoint, Callback, EarlyStopping, LambdaCallback, ModelCheckpoint, best_checkpoint
+from fitflax.callbacks import BestCheckpoint, Callback, EarlyStopping, LambdaCallback, ModelCheckpoint, Phase, best_checkpoint
 from fitflax.checkpoints import CheckpointStore
-from fitflax.errors import CallbackError, CheckpointError, MonitorError
+from fitflax.errors import CallbackError, CheckpointError, FitflaxWarning, MonitorError
 from fitflax.loops.training_loop import Run
-from tests.run_script import differences, directory_of, state_of, steps_in
+from tests.run_script import checkpoint_of, differences, directory_of, state_of, steps_in
 
 X, Y = np.linspace(0, 1, 80, dtype=np.float32).reshape(20, 4), np.arange(20, dtype=np.int32) % 3  # 5 batches of 4
 NAN = float("nan")
@@ -184,6 +184,20 @@ def test_the_best_of_the_newest_regular_checkpoint_is_kept_until_a_newer_one_is_
     assert 5 in steps_in(tmp_path / "best")
 
 
+def test_a_callback_that_acts_after_saves_does_not_count_as_a_save(trainer, tmp_path):
+    """The newest regular checkpoint, of step 10, lists step 10 as the best, so it is kept although step 15 is better."""
+
+    class Report(Callback):
+        phase = Phase.SAVE
+
+        def on_checkpoint(self, checkpoint: Any) -> None:
+            pass
+
+    saving = ModelCheckpoint(tmp_path / "all", every=fitflax.every(epochs=2), save_last=False)
+    fit(trainer, scores(1, 2, 3), BestCheckpoint(tmp_path / "best", monitor="score", mode="max"), saving, Report(), epochs=3)
+    assert (steps_in(tmp_path / "all"), steps_in(tmp_path / "best")) == ([10], [10, 15])
+
+
 # -- a run that ends inside an epoch --
 
 
@@ -200,6 +214,13 @@ def test_the_closing_validation_can_be_the_best(trainer, tmp_path):
     values = trainer.history.history["val_loss"]
     assert values[1] < values[0]
     assert (best.best, best.best_step, CheckpointStore(tmp_path / "best").best("val_loss", "min")) == (values[1], 7, 7)
+
+
+def test_the_closing_best_has_its_value_in_a_shared_directory(trainer, tmp_path):
+    data, best = (X, np.zeros(20, np.int32)), BestCheckpoint(tmp_path)  # The loss decreases with every step.
+    trainer.fit(data, batch_size=4, steps=7, validation_data=data, verbose=0, callbacks=[best, ModelCheckpoint(tmp_path)])
+    assert best.best_step == CheckpointStore(tmp_path).best("val_loss", "min") == 7
+    assert best.best == CheckpointStore(tmp_path).metric(7, "val_loss")
 
 
 def test_a_closing_validation_does_not_delete_the_previous_best(trainer, tmp_path):
@@ -232,6 +253,40 @@ def test_a_longer_run_forgets_the_closing_best(total, shared_directory, trainer,
     resumed = start(tmp_path / "run", total)
     assert (resumed.best, resumed.best_step) == (uninterrupted.best, uninterrupted.best_step) == (1, 5)
     assert not differences(directory_of(tmp_path / "run/best"), directory_of(tmp_path / "never/best"), "best/")
+
+
+def test_the_closing_best_lacks_what_callbacks_changed_at_the_end_of_the_partial_epoch(trainer, tmp_path):
+    """A resume from it continues the epoch, and the callbacks change the state again at its end."""
+    rate = trainer.learning_rate
+
+    def halve(epoch: int, logs: Any) -> None:
+        trainer.learning_rate /= 2
+
+    best = BestCheckpoint(tmp_path, monitor="score", mode="max")
+    fit(trainer, LambdaCallback(on_epoch_end=halve), scores(1, 2, 3), best, steps=12)
+    assert best.best_step == 12 and trainer.learning_rate == pytest.approx(rate / 8)
+    trainer.restore(tmp_path)
+    assert trainer.step == 12 and trainer.learning_rate == pytest.approx(rate / 4)
+
+
+def test_in_a_shared_directory_a_longer_run_is_not_affected_by_changes_at_the_end_of_the_partial_epoch(trainer, tmp_path):
+    """The closing best rewrites the checkpoint from which the run resumes."""
+
+    def decay(epoch: int, logs: Any) -> None:
+        trainer.learning_rate *= 0.9
+
+    def start(root: Any, steps: int) -> tuple[dict[str, Any], float]:
+        data, saving = (X, np.zeros(20, np.int32)), [BestCheckpoint(root / "all"), ModelCheckpoint(root / "all")]  # The loss decreases with every step.
+        callbacks = [LambdaCallback(on_epoch_end=decay), *saving]
+        trainer.build((X[:4], Y[:4]))
+        trainer.fit(data, batch_size=4, steps=steps, validation_data=data, verbose=0, callbacks=callbacks, resume="auto")
+        assert saving[0].best_step == steps
+        return state_of(trainer), trainer.learning_rate
+
+    uninterrupted = start(tmp_path / "never", 13)
+    start(tmp_path / "run", 7)
+    assert start(tmp_path / "run", 13) == uninterrupted
+    assert not differences(*(checkpoint_of(tmp_path / name / "all/step_00000013") for name in ("run", "never")))
 
 
 # -- restore_best --
@@ -288,6 +343,53 @@ def test_restored_parameters_do_not_affect_a_longer_run(trainer, tmp_path):
     run(trainer, tmp_path / "run", 7, restore_best=True)
     run(trainer, tmp_path / "run", 13)
     assert not differences(state_of(trainer), uninterrupted)
+
+
+def test_with_a_smaller_keep_a_resumed_run_saves_only_values_that_are_better_than_those(trainer, tmp_path):
+    best_of(trainer, tmp_path, [1, 2, 3], "max", keep=3)
+    best = BestCheckpoint(tmp_path, monitor="score", mode="max", keep=1)
+    fit(trainer, scores(1, 2, 3, 2.5), best, epochs=4, resume=tmp_path)
+    assert steps_in(tmp_path)[-1] == 15 and best.best_step == 15
+
+
+def test_a_resumed_run_without_a_model_checkpoint_keeps_only_the_best(trainer, tmp_path):
+    for values in ([1], [1, 2], [1, 2, 3]):
+        best = BestCheckpoint(tmp_path, monitor="score", mode="max")
+        fit(trainer, scores(*values), best, epochs=len(values), resume=tmp_path if len(values) > 1 else None)
+        assert steps_in(tmp_path) == [best.best_step] == [5 * len(values)]
+
+
+def test_without_a_model_checkpoint_a_save_replaces_the_previous_best(trainer, tmp_path, monkeypatch):
+    save, kept = CheckpointStore.save, []
+
+    def record(self: CheckpointStore, **options: Any) -> Any:
+        kept.append((options["step"], set(options["keep"])))
+        return save(self, **options)
+
+    def fail(*arguments: Any) -> None:
+        raise CheckpointError("The disk is full")
+
+    monkeypatch.setattr(CheckpointStore, "save", record)
+    monkeypatch.setattr(CheckpointStore, "retain", fail)
+    best_of(trainer, tmp_path, [1, 2, 3], "max")
+    assert kept == [(5, {5}), (10, {10}), (15, {15})]
+
+
+@pytest.mark.parametrize(("keep", "step"), [(1, 25), (2, 20)])
+def test_a_best_checkpoint_that_was_replaced_later_is_not_restored(keep, step, trainer, tmp_path):
+    """The run resumes from step 15, which remembers step 5 as the best, but does not reach the better steps again that replaced step 5."""
+
+    def start(*values: float, **options: Any) -> BestCheckpoint:
+        best = BestCheckpoint(tmp_path / "best", monitor="score", mode="min", keep=keep, restore_best=True)
+        fit(trainer, scores(*values), best, ModelCheckpoint(tmp_path / "all", keep=None), epochs=len(values), **options)
+        return best
+
+    start(5, 6, 7, 4, 3)
+    what = "the last parameters are kept" if step == 25 else "the parameters of step 20 are restored"
+    with pytest.warns(FitflaxWarning, match=rf"best no longer contains the best checkpoint, of step 5, so {what}\.$"):
+        start(5, 6, 7, 5.5, 9, resume=tmp_path / "all/step_00000015")
+    saved = CheckpointStore(tmp_path / "all").restore(step).train["params"]
+    assert all(jax.tree.leaves(jax.tree.map(np.array_equal, jax.device_get(trainer.state.params), saved)))
 
 
 # -- as a plain function --

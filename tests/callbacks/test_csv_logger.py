@@ -266,6 +266,12 @@ def test_appending_repairs_a_file_whose_last_line_is_incomplete_or_empty(text, r
     assert lines(tmp_path / "log.csv") == ["epoch,a,b", row, "0,3.0,4.0"]
 
 
+def test_appending_repairs_a_file_that_ends_inside_a_character(tmp_path):
+    (tmp_path / "log.csv").write_bytes("epoch,a,b\n0,na\u00ef".encode()[:-1])
+    write(CSVLogger(tmp_path / "log.csv", append=True), {"a": 3.0, "b": 4.0})
+    assert lines(tmp_path / "log.csv") == ["epoch,a,b", "0,na,NA", "0,3.0,4.0"]
+
+
 @pytest.mark.parametrize("text", [None, "", "\n", "epoch,loss", "epoch,loss\n"])
 def test_appending_to_a_missing_file_or_one_without_rows_starts_it(text, tmp_path):
     if text is not None:

@@ -1,3 +1,4 @@
+import contextlib
 import math
 from typing import Any
 
@@ -294,6 +295,12 @@ def test_epochs_without_validation_are_not_observed():
     assert history.epoch == [*range(6)] and (stop.best_epoch, stop.stopped_epoch) == (2, 5)
 
 
+def test_a_value_that_a_callback_adds_under_the_name_of_a_validation_set_is_not_a_validation():
+    stop, added = EarlyStopping("val_loss", patience=9), adding([0.5, 0.6], "val_f1")
+    history = make().fit(X, Y, epochs=2, validation_data=(X, Y), validation_freq=2, callbacks=[added, stop], verbose=0)
+    assert (history.history["val_f1"], stop.best_epoch) == ([0.5, 0.6], 1)
+
+
 def test_each_triggered_validation_is_an_observation():
     trainer = make()
     stop = EarlyStopping("val_loss", mode="max", patience=2)
@@ -400,3 +407,14 @@ def test_two_that_reduce_the_rate_are_numbered_as_well(tmp_path):
     rates = [ReduceLROnPlateau("score", mode="min", factor=factor, patience=patience) for factor, patience in ((0.5, 1), (0.1, 2))]
     trainer.fit(X, Y, epochs=3, verbose=0, callbacks=[adding([1, 1, 1]), *rates, ModelCheckpoint(tmp_path)])
     assert trainer.learning_rate == pytest.approx(0.5 * 0.5 * 0.1)
+
+
+@pytest.mark.parametrize("restores", [True, False])
+def test_a_resume_that_cannot_restore_the_best_epoch_warns_and_one_that_does_not_restore_drops_its_parameters(restores, tmp_path):
+    def stop(restore_best):
+        return EarlyStopping("score", mode="min", patience=9, restore_best=restore_best)
+
+    run(tmp_path, 2, [stop(not restores)])
+    with pytest.warns(FitflaxWarning, match=r"best epoch so far, 2: the resumed run had restore_best=False") if restores else contextlib.nullcontext():
+        run(tmp_path, 3, [resumed := stop(restores)], begin=3, resume="auto")
+    assert (resumed.best_epoch, resumed.state_dict()["best_leaves"]) == (1, None)

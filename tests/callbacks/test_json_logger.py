@@ -71,9 +71,11 @@ def test_a_new_run_replaces_the_file_or_appends_to_it(tmp_path):
     assert [row["epoch"] for row in rows_of(path)] == [0, 0, 1]
 
 
-def test_an_incomplete_last_line_is_dropped(tmp_path):
+@pytest.mark.parametrize("end", ["lo", "pr\u00e9"])
+def test_an_incomplete_last_line_is_dropped(end, tmp_path):
     path = tmp_path / "log.jsonl"
-    path.write_text('{"epoch": 0, "loss": 1}\n{"epoch": 1, "lo')
+    data = f'{{"epoch": 0, "loss": 1}}\n{{"epoch": 1, "{end}'.encode()
+    path.write_bytes(data if end.isascii() else data[:-1])  # May end inside a character.
     run(path, append=True)
     assert [row["epoch"] for row in rows_of(path)] == [0, 0]
 

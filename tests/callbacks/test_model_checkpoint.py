@@ -183,6 +183,16 @@ def test_a_directory_in_use_is_an_error_before_the_first_step(trainer, tmp_path)
     assert trainer.step == 0 and steps_in(tmp_path) == [5]
 
 
+def test_two_model_checkpoints_in_one_directory_are_an_error(trainer, tmp_path, monkeypatch):
+    """Each would delete the checkpoints of the other."""
+    monkeypatch.chdir(tmp_path)
+    two = [ModelCheckpoint(tmp_path / "a", every=fitflax.every(steps=2), keep=1), ModelCheckpoint("a", keep=None)]
+    for use in (lambda: fit(trainer, *two, epochs=3), lambda: fitflax.serial(*two)):
+        with pytest.raises(CallbackError, match="2 ModelCheckpoints save in the same directory"):
+            use()
+    assert trainer.step == 0
+
+
 def test_errors_of_other_callbacks_do_not_hide_that_a_directory_is_in_use(trainer, tmp_path):
     """If on_train_begin of a callback was not called, its on_train_end may fail."""
 
@@ -225,6 +235,18 @@ def test_a_run_that_overwrites_and_dies_before_its_first_checkpoint_loses_nothin
         fit(trainer, ModelCheckpoint(tmp_path, overwrite=True), LambdaCallback(on_train_batch_begin=die), steps=2)
     fit(trainer, ModelCheckpoint(tmp_path), steps=7, resume="auto")
     assert trainer.step == 7 and steps_in(tmp_path) == [5, 7]
+
+
+@pytest.mark.parametrize("how", ["weights_only", "partial", "load_weights"])
+def test_a_run_from_restored_parameters_is_a_new_one_and_does_not_delete_the_old_one(how, trainer, tmp_path):
+    fit(trainer, ModelCheckpoint(tmp_path / "a", keep=None), epochs=2)
+    if how == "load_weights":
+        trainer.load_weights(trainer.save_weights(tmp_path / "weights.safetensors"))
+    else:
+        trainer.restore(tmp_path / "a", **{how: True})
+    with pytest.raises(DirectoryInUseError):
+        fit(trainer, ModelCheckpoint(tmp_path / "a"), epochs=1)
+    assert steps_in(tmp_path / "a") == [5, 10]
 
 
 def test_fitting_twice_with_the_same_trainer_and_callbacks_works(trainer, tmp_path):
@@ -319,6 +341,18 @@ def test_a_callback_may_change_the_state_before_it_is_saved(trainer, tmp_path):
     again = make_trainer(model=nn.Dense(3), optimizer="sgd")
     again.restore(tmp_path)
     assert again.learning_rate == trainer.learning_rate
+
+
+def test_a_loop_that_continues_after_an_error_does_not_save_in_the_directory_of_another_run(trainer, tmp_path):
+    fit(trainer, ModelCheckpoint(tmp_path), epochs=2)
+    trainer.build((X[:4], Y[:4]))
+    saving = [ModelCheckpoint(tmp_path, every=fitflax.every(steps=1)), BestCheckpoint(tmp_path, monitor="loss")]
+    with trainer.train_loop(X, Y, batch_size=4, steps=3) as loop:
+        for checkpoint in loop:
+            for save in saving:
+                with pytest.raises(DirectoryInUseError):
+                    save(checkpoint)
+    assert steps_in(tmp_path) == [5, 10]
 
 
 def test_in_a_loop_over_a_state_that_is_split_between_processes_process_0_opens_the_run_first(tmp_path, monkeypatch):

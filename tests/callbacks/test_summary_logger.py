@@ -159,6 +159,41 @@ def test_in_fit_it_writes_at_the_end_of_each_epoch_with_validation_and_added_val
     ]
 
 
+def test_in_fit_it_does_not_write_when_the_triggers_of_other_callbacks_fire():
+    file, trainer = File(), make()
+    other = LambdaCallback(lambda checkpoint: trainer.stop("enough") if checkpoint.step == 5 else None, every=fitflax.every(steps=1))
+    trainer.fit(X, Y, batch_size=4, epochs=9, callbacks=[SummaryLogger(file=file), other], verbose=0)
+    # Only after its trigger has fired, step 5 becomes the last one. Its time was in the first of its checkpoints.
+    assert [(int(text[4:11]), "Ran" in text, "train             loss" in text) for text in file.writes if text] == [
+        (2, True, True),
+        (4, True, True),
+        (5, False, True),
+    ]
+
+
+@pytest.mark.parametrize(("steps", "expected"), [(1, [1, 2, 3, 4]), (3, [2, 3, 4])])
+def test_in_fit_it_writes_each_validation_inside_an_epoch(steps, expected):
+    file, other = File(), LambdaCallback(lambda checkpoint: None, every=fitflax.every(steps=1))
+    callbacks = [SummaryLogger(file=file), other]
+    make().fit(X, Y, batch_size=4, epochs=2, validation_data=(X, Y), validation_freq=fitflax.every(steps=steps), callbacks=callbacks, verbose=0)
+    assert [int(text[4:11]) for text in file.writes] == expected
+    assert [step for step, text in zip(expected, file.writes, strict=True) if "val " in text] == [step for step in expected if step % steps == 0]
+
+
+@pytest.mark.parametrize(("count", "steps"), [(1, [2, 3]), (2, [2])])
+def test_after_an_error_it_writes_the_last_step_only_if_no_other_process_must_compute_norms(count, steps, monkeypatch):
+    file, trainer = File(), make()
+
+    def fail(one):
+        if one.step == 3:
+            monkeypatch.setattr(jax, "process_count", lambda: count)
+            raise ArithmeticError("broken")
+
+    with pytest.raises(ArithmeticError):
+        trainer.fit(X, Y, batch_size=4, epochs=2, callbacks=[LambdaCallback(fail, every=fitflax.every(steps=1)), SummaryLogger(file=file)], verbose=0)
+    assert [int(text[4:11]) for text in file.writes if text] == steps
+
+
 @pytest.mark.parametrize(("every", "steps"), [(None, [2, 3, 3]), (fitflax.every(steps=2), [2])])
 def test_the_validation_of_an_incomplete_epoch_is_written_after_its_last_step(every, steps):
     file = File()

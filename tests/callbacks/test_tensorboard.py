@@ -392,14 +392,49 @@ def test_it_works_in_a_loop_without_fit_and_everything_is_on_disk_when_the_loop_
     losses = {checkpoint.step: process(checkpoint).logs["valid_loss"] for checkpoint in trainer.train_loop(X, Y, steps=7, batch_size=4)}
     values = written(tmp_path)  # The callback was not closed.
     assert {step: values["valid", "loss", step] for step in range(1, 8)} == {step: as_float32(loss) for step, loss in losses.items()}
-    assert sorted(step for run, tag, step in values if (run, tag) == ("train", "loss")) == [3, 5, 6]
+    assert sorted(step for run, tag, step in values if (run, tag) == ("train", "loss")) == [3, 5, 6, 7]
     # The loop does not know that gradients are wanted.
-    assert {tag for run, tag, step in values if run == "train" and "/" in tag and step == 7} == {"params/bias", "params/kernel"}
+    assert {tag for run, tag, step in values if tag.startswith(("params/", "grads/"))} == {"params/bias", "params/kernel"}
     board.close()
     for checkpoint in trainer.train_loop(X, Y, steps=3, batch_size=4):
         board(checkpoint)
     board.close()
-    assert sorted(step for run, tag, step in written(tmp_path) if (run, tag) == ("train", "loss")) == [3, 5, 6, 9]
+    assert sorted(step for run, tag, step in written(tmp_path) if (run, tag) == ("train", "loss")) == [3, 5, 6, 7, 9, 10]
+
+
+@pytest.mark.parametrize("evaluates", [True, False])
+def test_the_last_step_of_a_loop_without_fit_is_on_disk_although_the_trigger_does_not_fire(evaluates, tmp_path):
+    trainer, board = make(), TensorBoard(tmp_path)
+    process = fitflax.serial(trainer.eval_loop(*VALID), board) if evaluates else board
+    for checkpoint in trainer.train_loop(X, Y, steps=3, batch_size=4, steps_per_epoch=100):
+        process(checkpoint)
+    values = written(tmp_path)  # The callback was not closed.
+    board.close()
+    assert [step for run, tag, step in values if (run, tag) == ("train", "loss")] == [3]
+
+
+@pytest.mark.parametrize(("order", "seconds"), [("evaluate first", [200.0, 200.0]), ("evaluate last", [100.0, 200.0]), ("board twice", [300.0, 300.0])])
+def test_the_speed_of_a_loop_without_fit_excludes_evaluations(order, seconds, tmp_path, monkeypatch):
+    now = [1000.0]
+
+    def batches():
+        now[0] += 100
+        yield VALID
+
+    monkeypatch.setattr("fitflax.callbacks.step_logger.time.monotonic", lambda: now[0])
+    trainer = make()
+    evaluate, evaluate_again = (trainer.eval_loop(batches, name=name) for name in "ab")
+    with TensorBoard(tmp_path, every=fitflax.every(steps=2)) as board:
+        for checkpoint in trainer.train_loop(X, Y, steps=4, batch_size=4, steps_per_epoch=100):
+            now[0] += 10
+            if order == "evaluate last":
+                evaluate(board(checkpoint))
+            else:
+                board(evaluate(checkpoint))
+            if order == "board twice":
+                board(evaluate_again(checkpoint))
+    train = shown(tmp_path)["train"]
+    assert train["time/steps_per_second"] == {4: as_float32(0.1)} and list(train["time/validation_seconds"].values()) == seconds
 
 
 def test_a_loop_that_continues_after_the_callback_was_closed_loses_nothing(tmp_path):

@@ -12,7 +12,9 @@ from flax import linen as nn
 import fitflax
 from fitflax.checkpoints import CheckpointStore
 from fitflax.checkpoints.save import save_run
+from fitflax.checkpoints.saver import Saver, Snapshots
 from fitflax.errors import NotReadyError
+from fitflax.logs import StepValues
 from fitflax.loops.training_loop import Run
 from fitflax.parallel import DataParallel
 from tests.run_script import TRAIN, VALID, Network, leaves_of, make_trainer, state_of
@@ -178,6 +180,55 @@ def test_elapsed_time_excludes_the_consumer_of_the_loop(trainer, monkeypatch):
         elapsed.append(checkpoint.elapsed_time)
         now[0] += 100.0
     assert elapsed == [0.0] * 4
+
+
+@pytest.mark.parametrize(
+    "wait",
+    [
+        lambda trainer, checkpoint: checkpoint.loss,
+        lambda trainer, checkpoint: checkpoint.metrics,
+        lambda trainer, checkpoint: checkpoint.params_norm,
+        lambda trainer, checkpoint: trainer.eval_loop(VALID)(checkpoint),
+        lambda trainer, checkpoint: fitflax.callbacks.Profiler("unused", steps=(2, 2)).on_checkpoint(checkpoint),
+        lambda trainer, checkpoint: save_run(checkpoint, CheckpointStore("unused"), owner="test", keep=(), asynchronous=True),
+    ],
+    ids=["loss", "metrics", "params_norm", "evaluation", "profile", "save"],
+)
+def test_elapsed_time_ends_when_the_step_is_first_waited_for(wait, trainer, monkeypatch):
+    now, finished = [0.0], []
+
+    def finish(self: StepValues) -> None:
+        if not finished:
+            finished.append(True)
+            now[0] += 5.0
+
+    monkeypatch.setitem(Run.__init__.__kwdefaults__, "clock", lambda: now[0])
+    checkpoint = next(loop_of(trainer))
+    monkeypatch.setattr(StepValues, "is_ready", property(lambda self: bool(finished)))
+    monkeypatch.setattr(StepValues, "wait", finish)
+    monkeypatch.setattr(fitflax.callbacks.Profiler, "_start", lambda self: None)
+    monkeypatch.setattr(Snapshots, "waits", True)
+    monkeypatch.setattr(Saver, "submit", lambda self, job: True)  # No other thread reads the metrics.
+    wait(trainer, checkpoint)
+    now[0] += 100.0
+    assert checkpoint.elapsed_time == 5.0
+
+
+def test_elapsed_time_ends_when_the_device_finishes_if_another_thread_reads_the_step_meanwhile(trainer, monkeypatch):
+    now, finished = [0.0], []
+    monkeypatch.setitem(Run.__init__.__kwdefaults__, "clock", lambda: now[0])
+    checkpoint = next(loop_of(trainer))
+
+    def finish(self: StepValues) -> None:
+        finished.append(True)
+        now[0] += 5.0
+        checkpoint.run.timer.stop()  # The call of another thread, before this method returns to the first one.
+
+    monkeypatch.setattr(StepValues, "is_ready", property(lambda self: bool(finished)))
+    monkeypatch.setattr(StepValues, "wait", finish)
+    assert checkpoint.elapsed_time == 5.0
+    now[0] += 100.0
+    assert checkpoint.elapsed_time == 5.0
 
 
 def test_leaving_a_loop_early_returns_the_batch_that_was_read_ahead():

@@ -3,6 +3,7 @@
 import math
 import os
 import re
+import shutil
 
 import jax
 import numpy as np
@@ -207,6 +208,17 @@ def test_a_directory_that_another_run_claimed_but_never_saved_in_is_free(store, 
     new_process(monkeypatch, "bbbb")
     store.claim("b", overwrite=False)
     assert store.run_id() == "b"
+
+
+def test_a_directory_remembers_that_its_run_has_saved_even_if_no_checkpoint_is_left(store, monkeypatch):
+    assert not store.has_saved()
+    save(store, 1)
+    new_process(monkeypatch, "bbbb")
+    again = CheckpointStore(store.directory)
+    for run, has_saved in (("a", True), ("b", False)):
+        shutil.rmtree(store.path(1), ignore_errors=True)
+        again.claim(run, overwrite=False)
+        assert (again.run_id(), again.has_saved()) == (run, has_saved)
 
 
 @pytest.mark.parametrize("noted", [True, False])

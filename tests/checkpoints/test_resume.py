@@ -121,7 +121,9 @@ def test_a_damaged_checkpoint_is_skipped_with_a_warning(store):
     flip_last_byte(store.path(1) / "state.msgpack")
     with pytest.warns(FitflaxWarning) as caught:
         assert find_resume("auto", [store]) is None
-    assert [store.path(step).name in str(warning.message) for step, warning in zip((2, 1), caught, strict=True)] == [True, True]
+    texts = [str(warning.message) for warning in caught]
+    assert [name in text for name, text in zip(("step_00000002", "step_00000001", "so a new run begins"), texts, strict=True)] == [True, True, True]
+    assert "Saves in the old run's directories replace its checkpoints. To keep them, copy the directories before the first save." in texts[-1]
     with pytest.warns(FitflaxWarning), pytest.raises(CheckpointNotFoundError, match="has no intact checkpoint"):
         find_resume(True, [store])
 

@@ -252,6 +252,29 @@ def test_a_save_in_shards_that_fails_at_any_point_leaves_the_old_shards(replace,
     assert all(same(found[name], array) for name, array in arrays.items())
 
 
+@pytest.mark.parametrize("is_after", [False, True])
+@pytest.mark.parametrize("replace", [1, 2, 4])
+def test_ctrl_c_in_a_save_in_shards_leaves_the_old_or_the_new_weights(replace, is_after, tmp_path, monkeypatch):
+    """The interrupt comes before or after a rename. That of the index is the last one."""
+    path, old, new = tmp_path / "model.safetensors", arrays_of(), arrays_of()
+    write_weights(path, old, metadata={}, max_shard_bytes=900)
+    real, calls = os.replace, []
+
+    def interrupted(source, target):
+        calls.append(target)
+        if len(calls) == replace and not is_after:
+            raise KeyboardInterrupt
+        real(source, target)
+        if len(calls) == replace:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(safetensors_format.os, "replace", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        write_weights(path, new, metadata={}, max_shard_bytes=900)
+    found, _ = read_weights(find_weights(path))
+    assert all(same(found[name], array) for name, array in (new if replace == 4 and is_after else old).items())
+
+
 @pytest.mark.parametrize("fails_at", ["-00002-of", "index.json"])
 def test_a_failed_upload_leaves_the_old_shards(fails_at, tmp_path, monkeypatch):
     path, arrays = locate(f"memory://weights-{tmp_path.name}/model.safetensors", owner="test", error=CheckpointError), arrays_of()

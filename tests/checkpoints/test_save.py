@@ -84,3 +84,19 @@ def test_wherever_saving_is_killed_the_old_or_new_checkpoint_exists_or_an_error_
         save_checkpoint(directory / "x", train={"w": 3}, run={}, metadata={})
         assert load_checkpoint(directory / "x").train == {"w": 3}
     assert moved == 1
+
+
+def test_ctrl_c_after_the_old_checkpoint_was_renamed_leaves_it(tmp_path, monkeypatch):
+    """A signal handler raises when the call returns."""
+    save_checkpoint(tmp_path / "x", train={"w": 1}, run={}, metadata={})
+    rename = os.rename
+
+    def interrupted(source, target):
+        monkeypatch.undo()
+        rename(source, target)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "rename", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        save_checkpoint(tmp_path / "x", train={"w": 2}, run={}, metadata={})
+    assert load_checkpoint(tmp_path / "x").train == {"w": 1} and os.listdir(tmp_path) == ["x"]

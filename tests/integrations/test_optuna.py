@@ -12,6 +12,7 @@ import fitflax
 from fitflax.callbacks import CSVLogger, EarlyStopping, ModelCheckpoint
 from fitflax.errors import CallbackError, ConfigError, MonitorError
 from fitflax.integrations.optuna import OptunaPruning, resume_trials
+from fitflax.parallel import launch
 from tests.integrations.servers import script_env
 
 optuna = pytest.importorskip("optuna")
@@ -72,6 +73,12 @@ def test_a_pruned_run_ends_normally_and_fit_raises(trainer, tmp_path):
     with pytest.raises(optuna.TrialPruned, match="at epoch index 2"):  # A pruned trial stays pruned.
         fit(again, OptunaPruning(study.ask()), ModelCheckpoint(tmp_path / "checkpoints"), CSVLogger(tmp_path / "log.csv"), resume="auto")
     assert again.step == 15
+
+
+def test_a_pruned_trial_is_not_a_failure_of_the_process(trainer, tmp_path, monkeypatch):
+    monkeypatch.setattr(launch._Exit, "failure", None)
+    study_in(tmp_path, Pruner(0)).optimize(lambda trial: fit(trainer, OptunaPruning(trial)), n_trials=1)
+    assert launch._Exit.failure is None
 
 
 def test_a_run_that_is_not_pruned_ends_normally(trainer, tmp_path):

@@ -290,6 +290,33 @@ def test_a_failed_last_save_is_raised_if_any_callback_raises(tmp_path, monkeypat
         fit(make_trainer(), *callbacks, epochs=1)
 
 
+@pytest.mark.parametrize("last", [7, 10])
+@pytest.mark.parametrize("on_save_error", ["raise", "warn"])
+def test_the_last_step_is_saved_if_the_save_before_it_fails_while_training_continues(on_save_error, last, tmp_path, monkeypatch):
+    """Step 7 is waiting to be saved before it is known to be the last one."""
+    writes, wait, trainer = Writes(monkeypatch, failing=(5,)), saver.Saver.wait_until_idle, make_trainer()
+    stop = LambdaCallback(lambda checkpoint: trainer.stop("enough"), every=fitflax.at(last))
+
+    def opening(one: saver.Saver) -> None:
+        writes.opened.set()
+        wait(one)
+
+    monkeypatch.setattr(saver.Saver, "wait_until_idle", opening)
+    caught = pytest.warns(FitflaxWarning, match="step_00000005") if on_save_error == "warn" else pytest.raises(CheckpointError, match="step_00000005")
+    with caught:
+        fit(trainer, stop, ModelCheckpoint(tmp_path, every=fitflax.at(5, 7), on_save_error=on_save_error), epochs=2)
+    assert steps_in(tmp_path) == [last]
+
+
+def test_a_last_step_that_is_saved_is_not_saved_again_because_an_earlier_save_failed(tmp_path, monkeypatch):
+    writes, trainer = Writes(monkeypatch, failing=(5,)), make_trainer()
+    writes.opened.set()
+    stop = LambdaCallback(lambda checkpoint: trainer.stop("enough"), every=fitflax.at(7))
+    with pytest.warns(FitflaxWarning, match="step_00000005"):
+        fit(trainer, stop, ModelCheckpoint(tmp_path, every=fitflax.at(5, 7), on_save_error="warn", asynchronous=False), epochs=2)
+    assert steps_in(tmp_path) == [7] and [name.split()[1] for name in writes.written] == ["5", "7"]
+
+
 @pytest.mark.parametrize("is_known", [False, True])
 def test_no_checkpoint_refers_to_a_best_checkpoint_that_failed_to_save(is_known, tmp_path, monkeypatch):
     """If the failure is not known yet, the regular checkpoint is not saved. If it is, the regular checkpoint is saved immediately and omits the best one."""
@@ -313,11 +340,10 @@ def test_no_checkpoint_refers_to_a_best_checkpoint_that_failed_to_save(is_known,
     monkeypatch.setattr(checkpoint_store, "write_checkpoint", failing)
     best = BestCheckpoint(tmp_path / "best", monitor="loss")
     with pytest.raises(CheckpointError, match="best"):
-        fit(make_trainer(), Regular(tmp_path / "checkpoints"), best, epochs=1)
+        fit(make_trainer(), Regular(tmp_path / "checkpoints"), best, epochs=1 if is_known else 2)
     assert steps_in(tmp_path / "best") == [] and best.best_step is None
-    assert steps_in(tmp_path / "checkpoints") == ([5] if is_known else [])
-    if is_known:
-        assert CheckpointStore(tmp_path / "checkpoints").restore().run["callbacks"][best.state_key]["kept"] == []
+    assert steps_in(tmp_path / "checkpoints") == ([5] if is_known else [10])
+    assert CheckpointStore(tmp_path / "checkpoints").restore().run["callbacks"][best.state_key]["kept"] == []
 
 
 def test_a_missing_best_checkpoint_is_named_in_a_warning_and_no_longer_counts(tmp_path):

@@ -17,8 +17,10 @@ from fitflax.callbacks import BestCheckpoint, Callback, EarlyStopping, LambdaCal
 from fitflax.callbacks.callback_list import CallbackList
 from fitflax.data import Shard
 from fitflax.errors import ConfigError, DataError, FitflaxWarning, LossError, MetricError
+from fitflax.logs import StepValues
 from fitflax.loops import fit, training_loop
 from fitflax.loops.session import DataAdapter
+from fitflax.loops.training_loop import Run
 from fitflax.parallel import DataParallel
 
 RNG = np.random.default_rng(0)
@@ -844,6 +846,39 @@ def test_validation_never_disturbs_training():
     ):
         other_state, other_history = trained(**kwargs)
         assert same(state, other_state) and history == other_history
+
+
+@pytest.mark.parametrize("options", [{}, {"validation_freq": fitflax.every(steps=2)}])
+def test_the_elapsed_time_of_a_checkpoint_excludes_validations_and_the_ends_of_epochs(options, monkeypatch):
+    now, seen = [0.0], []
+
+    def advance(*arguments):
+        now[0] += 100
+
+    monkeypatch.setitem(Run.__init__.__kwdefaults__, "clock", lambda: now[0])
+    callback = LambdaCallback(lambda checkpoint: seen.append(checkpoint.elapsed_time), on_test_end=advance, on_epoch_end=advance)
+    make(F()).fit(X, Y, batch_size=4, epochs=2, validation_data=(X, Y), callbacks=[callback], verbose=0, **options)
+    assert len(seen) >= 2 and not any(seen) and now[0] >= 400
+
+
+def test_the_elapsed_time_includes_steps_that_are_still_running_before_a_validation(monkeypatch):
+    now, seen, waited = [0.0], [], []
+
+    def finish(self):
+        if not any(self is other for other in waited):
+            waited.append(self)
+            now[0] += 5
+
+    monkeypatch.setitem(Run.__init__.__kwdefaults__, "clock", lambda: now[0])
+    monkeypatch.setattr(StepValues, "wait", finish)
+
+    def validate(logs):
+        seen.append(len(waited))
+        now[0] += 100
+
+    callback = LambdaCallback(lambda checkpoint: seen.append(checkpoint.elapsed_time), on_test_begin=validate)
+    make(F()).fit(X, Y, batch_size=12, epochs=2, validation_data=(X, Y), callbacks=[callback], verbose=0)
+    assert seen == [1, 5.0, 2, 5.0]
 
 
 @pytest.mark.slow

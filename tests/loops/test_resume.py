@@ -642,13 +642,61 @@ def test_resume_auto_with_only_the_best_checkpoints_left_names_both_directories(
     shutil.rmtree(tmp_path / "checkpoints")
     before, trainer = directory_of(tmp_path / "best"), make_trainer()
     empty, best = (re.escape(str(tmp_path / name)) for name in ("checkpoints", "best"))
-    advice = rf"^{best} holds checkpoints of run '\w+': step {newest}\. resume=\"auto\" has found no checkpoint in {empty}\. .* pass resume=\"{best}\""
+    advice = rf"^{best} holds checkpoints of run '\w+': step {newest}\. resume=\"auto\" has found no intact checkpoint in {empty}\. .* pass resume=\"{best}\""
     with pytest.raises(DirectoryInUseError, match=advice):
         fit("auto", 20, trainer)
     assert trainer.step == 0 and directory_of(tmp_path / "best") == before
     resumed, uninterrupted = fit(tmp_path / "best", 20, make_trainer()), make_trainer()
     uninterrupted.fit(TRAIN, batch_size=4, steps=20, verbose=0)
     assert not differences(state_of(resumed), state_of(uninterrupted))
+
+
+@pytest.mark.parametrize("how", ["emptied", "damaged"])
+def test_best_checkpoints_are_not_replaced_if_those_of_the_run_are_gone(how, tmp_path):
+    def fit(steps: int, *, overwrite: bool = False) -> None:
+        saving = [ModelCheckpoint(tmp_path / "checkpoints", keep=1), BestCheckpoint(tmp_path / "best", monitor="loss", overwrite=overwrite)]
+        make_trainer().fit(TRAIN, batch_size=4, steps=steps, verbose=0, callbacks=saving, resume="auto")
+
+    fit(10)
+    if how == "damaged":
+        damage(tmp_path / "checkpoints/step_00000010", "state flipped")
+    for path in (tmp_path / "checkpoints").glob("[!.]*") if how == "emptied" else ():  # As `rm -rf checkpoints/*` does.
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    before = directory_of(tmp_path / "best")
+    with warnings.catch_warnings(action="ignore"):
+        with pytest.raises(DirectoryInUseError, match="best holds checkpoints of run"):
+            fit(20)
+        assert directory_of(tmp_path / "best") == before
+        fit(5, overwrite=True)
+    assert steps_in(tmp_path / "checkpoints") == [5]
+
+
+def test_a_damaged_run_starts_over_although_its_callbacks_spell_their_directory_differently(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def fit(steps: int) -> None:
+        saving = [ModelCheckpoint(tmp_path / "run"), BestCheckpoint("run", monitor="loss", initial_value=0.0)]
+        make_trainer().fit(TRAIN, batch_size=4, steps=steps, verbose=0, callbacks=saving, resume="auto")
+
+    fit(2)
+    damage(tmp_path / "run/step_00000002", "state flipped")
+    with pytest.warns(FitflaxWarning, match="skipped a damaged checkpoint|so a new run begins"):
+        fit(1)
+    assert steps_in(tmp_path / "run") == [1]
+
+
+def test_a_run_that_died_before_its_first_regular_checkpoint_replaces_its_best_ones(tmp_path):
+    def fit(trainer: fitflax.Trainer, *more: Callback) -> None:
+        saving = [ModelCheckpoint(tmp_path / "checkpoints", every=fitflax.every(steps=100)), BestCheckpoint(tmp_path / "best", monitor="loss"), *more]
+        trainer.fit(TRAIN, batch_size=4, steps=7, verbose=0, callbacks=saving, resume="auto")
+
+    killed = make_trainer()
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(ArithmeticError):
+        patch.setattr(ModelCheckpoint, "wants", lambda callback, checkpoint: False)  # Like a kill, which leaves no time to save.
+        fit(killed, at(killed, "on_train_batch_end", 6, raising("killed")))
+    assert (steps_in(tmp_path / "checkpoints"), steps_in(tmp_path / "best")) == ([], [5])
+    fit(make_trainer())
+    assert steps_in(tmp_path / "checkpoints") == [7]
 
 
 def test_resume_true_without_checkpoints_is_an_error_before_the_first_step(tmp_path):
@@ -758,8 +806,9 @@ def test_a_damaged_checkpoint_is_skipped_and_the_run_equals_an_uninterrupted_run
 @pytest.mark.slow
 def test_a_run_whose_only_checkpoint_is_damaged_starts_over(uninterrupted, tmp_path):
     run(tmp_path / "run", epochs=1)
+    shutil.rmtree(tmp_path / "run/best")  # Otherwise, its checkpoints would be replaced, which is an error.
     damage(tmp_path / "run/checkpoints/step_00000005", "state truncated")
-    with pytest.warns(FitflaxWarning, match="skipped a damaged checkpoint"):
+    with pytest.warns(FitflaxWarning, match="skipped a damaged checkpoint"), pytest.warns(FitflaxWarning, match="is intact, so a new run begins"):
         resumed = run(tmp_path / "run", epochs=2)
     assert_equal(resumed, uninterrupted(epochs=2))
 

@@ -16,7 +16,7 @@ import pytest
 from jax.experimental import multihost_utils
 
 import fitflax
-from fitflax.callbacks import EarlyStopping, LambdaCallback, ModelCheckpoint
+from fitflax.callbacks import Callback, EarlyStopping, LambdaCallback, ModelCheckpoint, Phase
 from fitflax.checkpoints import CheckpointStore
 from fitflax.errors import CheckpointError, FitflaxWarning
 from fitflax.loops.signals import Interruption
@@ -416,6 +416,14 @@ def test_handlers_are_restored(fresh):
     with pytest.warns(FitflaxWarning, match="SIGTERM ended the run, and nothing was saved"), pytest.raises(SystemExit):
         fit(fresh, raising_signal(fresh, "on_train_batch_end", 2, signal.SIGTERM))
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+def test_sigterm_warns_that_nothing_was_saved_if_a_callback_only_acts_after_saves(fresh):
+    class Report(Callback):
+        phase = Phase.SAVE
+
+    with pytest.warns(FitflaxWarning, match="SIGTERM ended the run, and nothing was saved"), pytest.raises(SystemExit):
+        fit(fresh, Report(), raising_signal(fresh, "on_train_batch_end", 2, signal.SIGTERM))
 
 
 def test_a_custom_sigterm_handler_is_called_once_after_the_save(fresh, tmp_path):

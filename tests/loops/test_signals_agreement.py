@@ -2,6 +2,7 @@
 
 import threading
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,9 @@ from flax import linen as nn
 
 import fitflax
 import fitflax.loops.signals as module
+from fitflax.callbacks import LambdaCallback
 from fitflax.loops.signals import Agreement, DistributedAgreement
+from fitflax.parallel import launch
 
 SECONDS = 20
 
@@ -141,9 +144,10 @@ def test_processes_that_are_all_asked_at_the_same_step_stop_at_that_step(monkeyp
 
     def at_step(index: int, step: int, team: Team) -> None:
         if step == 37:
-            team.asked[index] = "enough"
+            team.asked[index] = f"reason of {index}"
 
     assert [step for step, _ in team.run(at_step)] == [37] * 3
+    assert team.stop_reasons == ["reason of 0"] * 3
 
 
 @pytest.mark.mostly_slow
@@ -180,6 +184,28 @@ def test_checkpoints_have_the_time_that_the_processes_agreed_on():
     loop = trainer.train_loop(np.ones((4, 2), np.float32), np.ones((4, 1), np.float32), steps=1)
     loop._run._agreement = module.Agreement(lambda: 123.0)
     assert loop.next_step().run.position.moment.seconds == 123.0
+
+
+def test_a_run_that_all_processes_begin_together_replaces_other_stop_reasons_and_forgets_earlier_failures(monkeypatch):
+    """The reason is that of the first process, such as `OptunaPruning`, which only observes there."""
+    monkeypatch.setattr(module, "exchange", lambda value, topic: [[0.0, "reason of 0"], value])
+    monkeypatch.setattr(module, "Board", FakeBoard)
+    monkeypatch.setattr(launch._Exit, "failure", "ValueError: caught")
+    session: Any = SimpleNamespace(is_stopping=True, stop_reason="reason of 1", strategy=SimpleNamespace(num_processes=2, max_in_flight=1))
+    module.make_agreement(session, 1, time.monotonic)
+    assert (session.is_stopping, session.stop_reason, launch._Exit.failure) == (True, "reason of 0", None)
+
+
+def test_processes_exchange_their_stop_reasons_after_a_partial_epoch_before_the_run_ends(monkeypatch):
+    """A callback such as `OptunaPruning` stops the run in process 0 in `on_epoch_end`, and raises an error in all of them in `on_train_end`."""
+    order = []
+    monkeypatch.setattr(Agreement, "synchronize", lambda self: order.append("exchange"))
+    hooks = {name: lambda *arguments, name=name: order.append(name) for name in ("on_epoch_end", "on_train_end")}
+    trainer = fitflax.Trainer(nn.Dense(1))
+    trainer.compile("sgd", "mse")
+    data = np.ones((8, 2), np.float32), np.ones((8, 1), np.float32)
+    trainer.fit(data, batch_size=2, steps=3, callbacks=[LambdaCallback(**hooks)], verbose=0)
+    assert order[-3:] == ["on_epoch_end", "exchange", "on_train_end"]
 
 
 def test_the_agreed_time_never_goes_backward():

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import gc
 import pathlib
+import shutil
 import subprocess
 import sys
 import threading
@@ -22,7 +23,7 @@ from fitflax import EvalLoop, TrainLoop, every, first, serial
 from fitflax.callbacks import BestCheckpoint, Callback, ModelCheckpoint
 from fitflax.checkpoints import CheckpointStore
 from fitflax.checkpoints.saver import Saver
-from fitflax.errors import ConfigError, DirectoryInUseError, LossError, ModelError, NotReadyError, OptimizerError
+from fitflax.errors import ConfigError, DirectoryInUseError, FitflaxWarning, LossError, ModelError, NotReadyError, OptimizerError
 from fitflax.parallel import DataParallel
 from fitflax.storage.lock import LOCK_FILE, holder_of
 from tests.run_script import leaves_of
@@ -599,6 +600,30 @@ def test_two_runs_of_one_trainer_cannot_be_interleaved():
 def test_a_run_that_died_before_its_first_checkpoint_starts_over_with_the_same_run_id(tmp_path):
     CheckpointStore(tmp_path).claim("0123456789abcdef", overwrite=False)
     assert next(plain_loop(steps=1, restore_from=tmp_path)).run_id == "0123456789abcdef"
+
+
+def test_a_run_whose_checkpoints_were_removed_starts_over_with_another_run_id(tmp_path):
+    """Otherwise it would replace what it has in other directories, such as its best checkpoints."""
+    with plain_loop(steps=2) as loop:
+        ModelCheckpoint(tmp_path)(loop.run(2))
+    run_id = CheckpointStore(tmp_path).run_id()
+    shutil.rmtree(CheckpointStore(tmp_path).path(2))
+    assert CheckpointStore(tmp_path).run_id() == run_id != next(plain_loop(steps=1, restore_from=tmp_path)).run_id
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_starts_over_but_does_not_replace_those_in_other_directories(tmp_path):
+    def save_steps(steps: int, *names: str) -> None:
+        with plain_loop(steps=steps, restore_from=tmp_path / "all") as loop, serial(*(ModelCheckpoint(tmp_path / name) for name in names)) as save:
+            assert loop.step == 0
+            save(loop.run(steps))
+
+    save_steps(2, "all", "other")
+    (CheckpointStore(tmp_path / "all").path(2) / "state.msgpack").write_bytes(b"")
+    for names, expected in ((["other", "all"], pytest.raises(DirectoryInUseError)), (["all"], contextlib.nullcontext())):
+        with pytest.warns(FitflaxWarning, match="skipped a damaged checkpoint|so a new run begins"), expected:
+            save_steps(1, *names)
+        assert CheckpointStore(tmp_path / "other").steps() == [2]
+    assert CheckpointStore(tmp_path / "all").steps() == [1]
 
 
 def test_the_state_is_initialized_from_the_sample():

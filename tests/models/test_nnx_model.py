@@ -20,8 +20,8 @@ from flax import nnx
 import fitflax
 from fitflax.callbacks import LambdaCallback, ModelCheckpoint
 from fitflax.checkpoints import load_inference_state
-from fitflax.errors import ConfigError, LossError, MetricError, ModelError, OptimizerError
-from fitflax.models.nnx_model import adapt_nnx
+from fitflax.errors import ConfigError, LossError, MetricError, ModelError, OptimizerError, RestoreError
+from fitflax.models.nnx_model import _rngs, adapt_nnx
 from fitflax.parallel import DataParallel, Sharded
 from tests.nnx_hand_written import assert_same, hand_written_loop, values
 
@@ -308,6 +308,13 @@ def test_streams_passed_to_a_call_are_the_trainers():
     np.testing.assert_allclose(make(model).predict(X), nnx.view(model, deterministic=True)(X), rtol=1e-5, atol=1e-6)
 
 
+def test_a_stream_that_is_not_named_is_independent_of_the_named_ones():
+    rngs = _rngs({"dropout": jax.random.key(0), "noise": jax.random.key(1)})
+    drawn = [rngs.dropout(), rngs.noise(), rngs(), rngs.other()]
+    assert len({tuple(jax.random.key_data(key).tolist()) for key in drawn}) == 4
+    assert _rngs({"default": jax.random.key(0)})() == nnx.Rngs(jax.random.key(0))()
+
+
 # -- what modules may hold --
 
 
@@ -526,7 +533,7 @@ def test_lora_trains_only_its_own_parameters(tmp_path):
 
 
 @pytest.mark.mostly_slow
-@pytest.mark.parametrize("options", [{}, {"accumulate_steps": 2}], ids=["plain", "accumulated"])
+@pytest.mark.parametrize("options", [{}, {"accumulate_steps": 2}, {"precision": "bfloat16"}], ids=["plain", "accumulated", "bfloat16"])
 def test_frozen_parameters_stay_bit_for_bit_identical_on_several_devices(options):
     model = nnx.LoRALinear(4, 64, lora_rank=2, rngs=nnx.Rngs(0))
     trainer = fitflax.Trainer(model, parallel=DataParallel(jax.devices()[:3]), trainable=nnx.LoRAParam)
@@ -534,6 +541,70 @@ def test_frozen_parameters_stay_bit_for_bit_identical_on_several_devices(options
     before = jax.tree.map(np.array, trainer.state.model_state["frozen"])
     trainer.train_on_batch((X[:6], np.zeros((6, 64), np.float32)))
     jax.tree.map(np.testing.assert_array_equal, trainer.state.model_state["frozen"], before)
+
+
+@pytest.mark.parametrize("options", [{}, {"accumulate_steps": 2}], ids=["plain", "accumulated"])
+def test_frozen_parameters_compute_in_half_precision_and_are_stored_unchanged(options):
+    dtypes = []
+
+    class Adapted(nnx.Module):
+        def __init__(self, rngs):
+            self.base, self.lora = nnx.Linear(4, 3, rngs=rngs), nnx.LoRA(4, 2, 3, rngs=rngs)
+
+        def __call__(self, x):
+            outputs = self.base(x) + self.lora(x)
+            dtypes.append(str(outputs.dtype))
+            return outputs
+
+    trainer = make(Adapted(nnx.Rngs(0)), trainable=nnx.LoRAParam, precision="bfloat16", **options)
+    before = jax.tree.map(np.array, trainer.state.model_state["frozen"])
+    trainer.train_on_batch((X[:8], Y[:8]))
+    trainer.evaluate(X, Y, verbose=0)
+    trainer.predict(X)
+    assert set(dtypes) == {"bfloat16"}
+    jax.tree.map(np.testing.assert_array_equal, trainer.state.model_state["frozen"], before)
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_frozen_parameters_that_compute_loss_changes_are_stored_and_others_keep_their_bits(precision):
+    class Average(nnx.Variable): ...
+
+    class Pair(nnx.Module):
+        def __init__(self, rngs):
+            self.student, self.teacher, self.fixed = (nnx.Linear(4, 3, rngs=rngs) for _ in range(3))
+            self.average = Average(jnp.zeros((4, 3)))
+
+        def __call__(self, x):
+            fixed = nnx.remat(lambda layer, x: layer(x))(self.fixed, x)
+            return self.student(x) + self.teacher(x) + fixed
+
+    class MeanTeacher(fitflax.Trainer):
+        def compute_loss(self, model, batch, *, train):
+            kernel = model.student.kernel[...]
+            model.teacher.kernel[...] = jnp.where(jnp.arange(3) > 0, kernel, model.teacher.kernel[...])
+            model.average[...] = 0.999 * model.average[...] + 0.001 * kernel
+            return super().compute_loss(model, batch, train=train)
+
+    trainer = make(Pair(nnx.Rngs(0)), kind=MeanTeacher, trainable=lambda path, leaf: isinstance(leaf, nnx.Param) and "student" in path, precision=precision)
+    given, expected = jax.tree.map(np.array, (trainer.state.params["student"]["kernel"].astype(precision), trainer.state.model_state["frozen"]))
+    expected["teacher"]["kernel"][:, 1:] = given[:, 1:]
+    trainer.train_on_batch((X[:8], Y[:8]))
+    jax.tree.map(np.testing.assert_array_equal, trainer.state.model_state["frozen"], expected)
+    average = trainer.state.model_state["average"]["average"]
+    np.testing.assert_allclose(average, 0.001 * given.astype(np.float32), rtol=1e-2 if precision == "bfloat16" else 1e-6)
+    assert np.any(average != average.astype(jnp.bfloat16))
+
+
+def test_averages_that_would_change_the_dtype_of_the_module_are_refused(tmp_path):
+    model = nnx.Linear(4, 3, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    trainer = make(model, ema_decay=0.5)
+    fit(trainer)
+    path, state = trainer.save(tmp_path / "final"), trainer.inference_state()
+    for server in (trainer, make(model)):
+        with pytest.raises(RestoreError, match="kernel is float32, expected bfloat16"):
+            server.replace_state(state)
+    assert model.kernel[...].dtype == jnp.bfloat16
+    trainer.restore(path)
 
 
 def test_a_variable_with_a_named_sharding_has_its_axis_names():

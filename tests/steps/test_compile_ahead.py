@@ -7,6 +7,7 @@ from typing import Any
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -41,6 +42,15 @@ def test_each_program_is_compiled_once_and_the_step_is_traced_once(num_devices, 
     assert len(named) == 3, counted.names
     # Shapes of the state, the dry run, and the step; a group is traced once more, for the shapes of its values.
     assert sum(traced) <= (3 if steps_per_call == 1 else 4)
+
+
+def test_an_evaluation_of_averages_that_are_wider_than_the_parameters_is_compiled_once(devices, compilations):
+    trainer = fitflax.Trainer(nn.Dense(3, param_dtype=jnp.bfloat16), parallel=DataParallel(devices(1)))
+    trainer.compile("adam", "sparse_categorical_crossentropy", ema_decay=0.5)
+    trainer.build((X, Y))
+    with compilations.counted() as counted:
+        trainer.evaluate(X, Y, batch_size=16, verbose=0)
+    assert len([name for name in counted.names if "eval_" in name]) == 1, counted.names
 
 
 @pytest.mark.slow

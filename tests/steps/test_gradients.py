@@ -179,6 +179,22 @@ def test_a_micro_batch_with_only_padding_adds_nothing(devices: Devices):
     assert_close(eight, one)
 
 
+def test_gradients_of_parameters_in_half_precision_are_added_in_float32(devices: Devices):
+    class Line(nn.Module):
+        @nn.compact
+        def __call__(self, x: Any) -> Any:
+            return x * self.param("w", nn.initializers.ones, (1,), jnp.bfloat16)
+
+    def update(grads: Any, state: Any, params: Any, *, grad_fn: Any) -> Any:
+        return optax.tree.zeros_like(grads), (grads, grad_fn(params))
+
+    # In bfloat16, a sum of parts of 1 / 512 stops growing at 0.5.
+    ones = np.ones((512, 1), np.float32)
+    optimizer = optax.GradientTransformationExtraArgs(lambda params: (optax.tree.zeros_like(params),) * 2, update)
+    for grads in gradient(trainer_of(Line(), devices(1), lambda outputs, targets: outputs[:, 0], 512, optimizer=optimizer), (ones, ones)):
+        assert grads["w"].dtype == jnp.bfloat16 and grads["w"] == 1
+
+
 def test_a_batch_with_weight_zero_has_a_gradient_of_zero(devices: Devices):
     with pytest.warns(FitflaxWarning, match="are 0, so weighted values such as 'loss' are NaN"):
         grads = gradient(trainer_of(Net(), devices(2), "mse", 2), (X, Y, 0 * WEIGHTS))
@@ -408,7 +424,7 @@ def test_a_collection_that_changes_its_structure_is_an_error(devices: Devices):
     ("loss", "batch", "match"),
     [
         (lambda o, t: o[:1, 0], (X, Y), r"one value per example, \[4\]"),
-        (lambda o, t: o[:, 0], (X, Y, TOKEN_WEIGHTS), r"sample_weight \[4, 2\] does not fit the loss values \[4\]"),
+        (lambda o, t: o[:, 0], (X, Y, TOKEN_WEIGHTS), r"sample_weight \[4, 2\] does not fit the loss values \[4\].* one value per weight, \[4, 2\]"),
         (lambda o, t: o.mean(), (X[:12], Y[:12], WEIGHTS[:12]), "The loss is a scalar, but the data is weighted"),
         (lambda o, t: o.mean(), (X, Y), "returns one number for a batch, but a batch of 13 examples must be padded to 16"),
     ],

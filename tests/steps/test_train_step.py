@@ -686,6 +686,14 @@ def test_calling_the_inherited_update_logs_metrics_that_are_not_means_correctly(
     assert history["rmse"][0] == pytest.approx(history["loss"][0] ** 0.5, rel=1e-6)
 
 
+def test_calling_the_inherited_update_leaves_out_metrics_whose_value_is_an_array(devices: Devices):
+    trainer = trainer_of(nn.Dense(3), devices(1), "sparse_categorical_crossentropy", ["accuracy", "confusion_matrix"], kind=Inheriting)
+    labels = np.arange(len(X)) % 3
+    history = trainer.fit(X, labels, batch_size=8, validation_data=(X, labels), verbose=0).history
+    assert list(history) == ["loss", "accuracy", "val_loss", "val_accuracy", "val_confusion_matrix"]
+    assert history["val_confusion_matrix"][0].shape == (3, 3)
+
+
 class WithStats(nn.Module):
     @nn.compact
     def __call__(self, x, train=False):
@@ -704,7 +712,7 @@ def test_a_train_step_that_does_not_pass_mutable_is_an_error_that_says_what_to_p
         trainer.fit(np.ones((4, 3), np.float32), np.ones((4, 2), np.float32), verbose=0)
 
 
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize("precision", ["float32", "bfloat16", "float16"])
 def test_collections_with_a_different_structure_are_an_error_in_every_precision(precision):
     class Renaming(fitflax.Trainer):
         def compute_loss(self, params, model_state, batch, *, rngs, train):

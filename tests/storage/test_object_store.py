@@ -324,6 +324,60 @@ def test_a_loop_without_a_trainer_uploads_logs_before_each_checkpoint_and_at_its
     assert max(step for _, _, step in events_in(tmp_path)) == 7
 
 
+@in_memory
+def test_steps_continue_while_logs_are_uploaded_and_the_checkpoint_is_completed_after_them(where, monkeypatch):
+    is_released, write = threading.Event(), object_store.Bucket.write
+
+    def write_slowly(self, key, data, **options):
+        if "/logs/" in key:
+            assert is_released.wait(120)
+        return write(self, key, data, **options)
+
+    def release(batch, logs):
+        if trainer.step == 6:  # The epoch and the checkpoint at step 4 are over.
+            seen.append(where.store().steps())
+            is_released.set()
+
+    monkeypatch.setattr(object_store.Bucket, "write", write_slowly)
+    written, seen, trainer = record_writes(monkeypatch), [], make()
+    board = TensorBoard(f"{where.url}/logs/board", every=fitflax.every(steps=4))
+    best = BestCheckpoint(f"{where.url}/best", monitor="loss")
+    fit(trainer, board, CSVLogger(f"{where.url}/logs/log.csv"), best, saver(where, every=fitflax.every(steps=4)), LambdaCallback(on_train_batch_end=release))
+    assert seen == [[]] and where.store().steps()
+    first = next(index for index, key in enumerate(written) if key.endswith("/metadata.json"))
+    assert {key.split("/logs/")[1].partition("/")[0] for key in written[:first] if "/logs/" in key} == {"board", "log.csv"}
+
+
+@faulty
+@pytest.mark.parametrize("asynchronous", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_a_checkpoint_is_saved_although_its_logs_cannot_be_uploaded(where, asynchronous):
+    def break_it(batch, logs):
+        if trainer.step == 3:
+            where.proxy.fail(lambda method, path: method == "PUT" and "board" in path, status=403, times=None)
+
+    trainer = make()
+    board = TensorBoard(f"{where.url}/board", every=fitflax.every(steps=2), storage_options=where.options)
+    with pytest.raises(CallbackError, match=r"(?s)TensorBoard.*Check the credentials"):
+        fit(trainer, board, saver(where, asynchronous=asynchronous), LambdaCallback(on_train_batch_end=break_it))
+    where.proxy.clear()
+    assert where.store().latest() == trainer.step
+
+
+@in_memory
+def test_a_loop_without_a_trainer_raises_if_its_last_logs_cannot_be_uploaded(where, monkeypatch):
+    def fail(self, key, data, **options):
+        raise StorageError("unwritable")
+
+    monkeypatch.setattr(object_store.Bucket, "write", fail)
+    loop = fitflax.TrainLoop(nn.Dense(1).init, nn.Dense(1).apply, optimizer="adam", loss="mse", data=(X, Y), batch_size=10, steps=2)
+    board = TensorBoard(f"{where.url}/board", every=fitflax.every(steps=1))
+    with pytest.raises(CallbackError, match=r"TensorBoard cannot write event files in memory://.*unwritable"):
+        for checkpoint in loop:
+            board(checkpoint)
+    monkeypatch.undo()
+    board.close()
+
+
 @pytest.mark.slow
 @in_memory
 def test_a_profile_and_an_exported_model_are_written_to_a_bucket(where):
