@@ -334,7 +334,8 @@ class ShardFeed(Feed):
     @property
     @override
     def can_reread(self) -> bool:
-        return self._local.can_reread
+        # All processes must agree. Only some have a bookmark if the checkpoint was saved after an exception.
+        return all(self._exchange(self._local.can_reread))
 
     @override
     def catch_up(self) -> None:

@@ -255,6 +255,17 @@ def test_states_of_loaders_are_saved_for_each_process():
     assert Team(2).run(resume) == [[[4, 4], [5, 5]], [[], []]]
 
 
+def test_the_processes_agree_whether_the_data_can_be_read_again():
+    def work(index: int, exchange: Any) -> list[bool]:
+        feed = make_feed([np.zeros(2)] * 2, index, exchange, 2, is_saved=True)
+        feed.source.can_reread, feed.source.can_reread_before = False, lambda bookmark: True
+        bookmark = {"passes": 0, "examples": 0, "loader": {"at": 0}}
+        return [(feed.load_state_dict({"shards": shards}), feed.can_reread)[1] for shards in ([bookmark, {}], [bookmark] * 2)]
+
+    # A checkpoint that was saved after an exception has the state of one process.
+    assert Team(2).run(work) == [[False, True]] * 2
+
+
 def test_processes_with_the_same_part_must_read_the_same_data():
     def work(index: int, exchange: Any, *, differ: bool) -> Any:
         source = adapt(lambda: iter([np.full(2, index % 2 if differ else index // 2)]), shuffle=False)
