@@ -139,9 +139,15 @@ class Selection:
         return selected
 
     def has_targets(self, raw: Any) -> bool:
-        """Returns whether a batch is a dict with arrays as targets."""
+        """Returns whether a batch is a dict with arrays as targets that have as many examples as the inputs."""
         keys = _flat_keys(self.targets)
-        return hasattr(raw, "keys") and all(key in raw and all(hasattr(leaf, "shape") for leaf in jax.tree.leaves(raw[key])) for key in keys)
+        if not (hasattr(raw, "keys") and all(key in raw and all(hasattr(leaf, "shape") for leaf in jax.tree.leaves(raw[key])) for key in keys)):
+            return False
+        try:
+            count_examples(self.split(raw))
+        except DataError:
+            return False
+        return True
 
     def split(self, raw: Any, *, inputs_only: bool = False) -> Triple:
         """Returns the inputs, targets and weights of a raw batch.

@@ -42,6 +42,8 @@ def test_predict_leaves_the_targets_of_an_iterator_for_later_calls():
     next(trainer.predict_iter(stream))  # It pushes back the second batch.
     assert losses(trainer, stream) == losses(trainer, itertools.islice(batches(), 1, None))
     assert len(trainer.predict(stream, steps=1)) == 2
+    for label in (np.zeros(()), np.zeros((1, 1), np.float32)):  # A placeholder is left out.
+        assert len(trainer.predict(({**batch, "b": label} for batch in batches()), steps=2)) == 4
     text = fitflax.Trainer(nn.Dense(1), inputs="a", targets="text")
     text.compile("sgd", "mse")
     text.build({"a": np.ones((2, 3), np.float32), "text": np.ones((2, 1), np.float32)})
