@@ -104,7 +104,7 @@ class Feed:
     def can_reread(self) -> bool:
         """Whether another feed can read the data before this one, only for its shapes. All processes must request it."""
         bookmark = None if self._resume is None else self._resume[0]
-        return self.source.can_reread or (bookmark is not None and self.source.can_reread_before(bookmark))
+        return self.source.can_reread if bookmark is None else self.source.can_reread_before(bookmark)
 
     def catch_up(self) -> None:
         """Prepares the data for other uses before a resumed pass is opened."""

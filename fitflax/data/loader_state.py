@@ -10,6 +10,7 @@ import abc
 import collections
 import contextlib
 import dataclasses
+import operator
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -45,6 +46,17 @@ class Bookmark:
     state: Any
     is_own: bool = False  # Whether this process took it from a pass that had not begun, so that the pass is not resumed.
     num_started: Sequence[int] | None = None  # The source's `num_started` when the run was saved.
+
+    @property
+    def started(self) -> Sequence[int] | None:
+        """How many iterators over each part of the data were started before the pass; `None` if the state does not contain it."""
+        started = self.state.get("started") if isinstance(self.state, dict) else None
+        return started if isinstance(started, list) else None
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether an iterator was started between the beginning of the pass and the save."""
+        return any(map(operator.gt, self.num_started or (), self.started or ()))
 
     def is_before(self, position: Position) -> bool:
         """Returns whether the bookmark is at a position or before it, in the same pass."""

@@ -1,7 +1,6 @@
 """Sources over Hugging Face `datasets` and the input pipelines of `tf.data`, Grain, and Ray Data. The libraries are never imported here."""
 
 import functools
-import operator
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +18,7 @@ from fitflax.errors import DataError, warn
 from fitflax.leaves import listed
 
 _INFINITE = -1
-_SHUFFLE = "_ShuffleDataset"
+_SHUFFLE, _RANDOM = "_ShuffleDataset", "_RandomDataset"
 # Grain's `repeat()` without a count reports a length near the largest integer, which batching divides.
 _ENDLESS = 2**48
 
@@ -118,7 +117,8 @@ def _dtype_of(feature: Any) -> np.dtype[Any] | None:
     return dtype if dtype.kind in "biuf" else None
 
 
-# By part of data sets that draws random numbers: how many iterators over it were started, which determines the numbers of the next one. Data sets share parts.
+# By part of data sets that draws other random numbers in each iteration: how many iterators over it were started, which determines the next numbers.
+# Data sets share parts.
 _STARTED: "weakref.WeakKeyDictionary[Any, int]" = weakref.WeakKeyDictionary()
 
 
@@ -131,6 +131,8 @@ class TensorFlowSource(IterableSource):
     def __init__(self, data: Any, options: DataOptions) -> None:
         super().__init__(data, options)
         self._random_nodes = _random_nodes(data)
+        drawing = [node for node in _nodes(data) if type(node).__name__ in (_SHUFFLE, _RANDOM)]
+        self._unseeded = [node for node in drawing if int(getattr(node, "_seed", 1)) == int(getattr(node, "_seed2", 1)) == 0]
         self._repeats = any(_random_nodes(node) for node in _nodes(data) if type(node).__name__ == "_RepeatDataset")
         _check_spec(options.split(data.element_spec))
         count = int(data.cardinality())
@@ -155,12 +157,15 @@ class TensorFlowSource(IterableSource):
     @override
     def reopen(self, position: Position, bookmark: Bookmark | None) -> Iterator[Triple]:
         if not self._random_nodes:
+            self._warn_if_not_repeatable(())
             return super().reopen(position, bookmark)
         if bookmark is not None and bookmark.is_own:
             return self.open(position)
+        if bookmark is not None and bookmark.started is None:
+            bookmark = None  # It is a state of another library.
         # Checkpoints of fitflax 0.1 have no state. Each of its passes over one object started one iterator.
-        before = [position.passes] * len(self._random_nodes) if bookmark is None else _started_before(bookmark)
-        has_begun = bookmark is not None and _has_begun(bookmark)
+        before = [count + position.passes for count in self.num_started or ()] if bookmark is None else _started_before(bookmark)
+        has_begun = bookmark is not None and bookmark.has_begun
         self._warn_if_not_repeatable(before, bookmark.num_started if bookmark is not None and has_begun else None)
         self._advance(before)
         opened = _RandomPass(self.data, self.read)
@@ -171,12 +176,13 @@ class TensorFlowSource(IterableSource):
 
     @override
     def can_reread_before(self, bookmark: Bookmark) -> bool:
-        wanted = zip(self._random_nodes, _started_before(bookmark), strict=False)
-        return bool(self._random_nodes) and all(_STARTED.get(node, 0) < count for node, count in wanted)
+        if not self._random_nodes or self._repeats or bookmark.started is None:
+            return False
+        return all(_STARTED.get(node, 0) < count for node, count in zip(self._random_nodes, _started_before(bookmark), strict=False))
 
     @override
     def catch_up(self, bookmark: Bookmark) -> bool:
-        if not self._random_nodes or _has_begun(bookmark):
+        if not self._random_nodes or bookmark.started is None or bookmark.has_begun:
             return False
         self._warn_if_not_repeatable(_started_before(bookmark))
         self._advance(_started_before(bookmark))
@@ -186,14 +192,13 @@ class TensorFlowSource(IterableSource):
         """Warns if the order differs after `started` iterators, or, if the pass has begun, after those until the save, which are `later`."""
         missing = [wanted - _STARTED.get(node, 0) for node, wanted in zip(self._random_nodes, started, strict=False)]
         is_later = later is not None and any(after > before + 1 for before, after in zip(started, later, strict=False))
-        unseeded = [node for node in self._random_nodes if int(getattr(node, "_seed", 1)) == int(getattr(node, "_seed2", 1)) == 0]
-        if unseeded and type(unseeded[0]).__name__ == _SHUFFLE:
+        if self._unseeded and type(self._unseeded[0]).__name__ == _SHUFFLE:
             reason, advice = "shuffles without a seed", "Use shuffle(..., seed=0)."
-        elif unseeded:
+        elif self._unseeded:
             reason, advice = "draws random numbers without a seed", "Use Dataset.random(seed=0)."
-        elif min(missing) < 0:
+        elif min(missing, default=0) < 0:
             reason, advice = "has been iterated over before", "Pass a new data set."
-        elif self._repeats and (max(missing) > 0 or is_later):  # Each repetition draws other numbers, so an iterator would have to be read.
+        elif self._repeats and (max(missing, default=0) > 0 or is_later):  # Each repetition draws other numbers, so an iterator would have to be read.
             reason, advice = "repeats a part that draws random numbers", "Leave .repeat() out, and pass epochs= to fit."
         else:
             return
@@ -212,14 +217,9 @@ class TensorFlowSource(IterableSource):
         return [_STARTED.get(node, 0) for node in self._random_nodes] or None
 
 
-def _has_begun(bookmark: Bookmark) -> bool:
-    """Returns whether the pass of a bookmark had begun when the run was saved."""
-    return any(map(operator.gt, bookmark.num_started or (), bookmark.state["started"]))
-
-
 def _started_before(bookmark: Bookmark) -> Sequence[int]:
     """Returns how many iterators must be started before the pass of a bookmark, or before an evaluation that precedes it."""
-    return bookmark.state["started"] if bookmark.num_started is None or _has_begun(bookmark) else bookmark.num_started
+    return (bookmark.started if bookmark.num_started is None or bookmark.has_begun else bookmark.num_started) or ()
 
 
 def _count_start(dataset: Any) -> None:
@@ -289,7 +289,13 @@ def _nodes(dataset: Any) -> Iterator[Any]:
 
 
 def _random_nodes(dataset: Any) -> list[Any]:
-    return [node for node in _nodes(dataset) if type(node).__name__ in (_SHUFFLE, "_RandomDataset")]
+    """Returns the parts that draw other random numbers in each iteration."""
+
+    def draws_again(node: Any) -> bool:
+        kind = type(node).__name__
+        return (kind == _SHUFFLE and getattr(node, "_reshuffle_each_iteration", None) is not False) or (kind == _RANDOM and getattr(node, "_rerandomize", True))
+
+    return [node for node in _nodes(dataset) if draws_again(node)]
 
 
 class GrainSource(IterableSource):

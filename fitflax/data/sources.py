@@ -257,7 +257,16 @@ class FunctionSource(Source):
 
     @override
     def reopen(self, position: Position, bookmark: Bookmark | None) -> Iterator[Triple]:
-        return self._next().reopen(position, bookmark)
+        source = self._next()
+        if source.num_started is not None and (bookmark is None or bookmark.started is None):
+            # Assume that the function creates an object in each pass, which had no earlier iterators.
+            if position.passes or any(source.num_started):
+                warn(
+                    "The checkpoint does not contain the state of the data. If the function returns the same object in each pass, "
+                    "this run will differ from an uninterrupted one. If it does, pass that object instead."
+                )
+            bookmark = Bookmark(Position(position.passes), {"started": source.num_started})
+        return source.reopen(position, bookmark)
 
     def _next(self) -> Source:
         source = self._adapt(self._make())
@@ -268,6 +277,11 @@ class FunctionSource(Source):
     @override
     def num_started(self) -> list[int] | None:
         return None if self._last is None else self._last.num_started
+
+    @override
+    def can_reread_before(self, bookmark: Bookmark) -> bool:
+        # The function may always return one object, whose first iterator must then be that of the resumed pass.
+        return not (bookmark.has_begun and 0 in (bookmark.started or ()))
 
     @override
     def catch_up(self, bookmark: Bookmark) -> bool:

@@ -51,12 +51,13 @@ def test_a_function_that_creates_the_data_set_resumes_in_the_original_order(make
     assert_resumes(tmp_path, lambda: lambda: make({"seed": 3}), k, *([CANNOT_SEEK.format(k % 3 * BATCH)] if k % 3 else []))
 
 
-def test_a_function_that_returns_one_data_set_resumes_in_the_original_order(make, tmp_path):
+@pytest.mark.parametrize(("k", "steps_per_epoch", "messages"), [(2, 2, [CANNOT_SEEK.format(2 * BATCH)]), (3, None, [])], ids=["inside", "end"])
+def test_a_function_that_returns_one_data_set_resumes_in_the_original_order(make, k, steps_per_epoch, messages, tmp_path):
     def one() -> Any:
         data = make({"seed": 3})
         return lambda: data
 
-    assert_resumes(tmp_path, one, 3, callbacks=[LambdaCallback(on_epoch_begin=lambda epoch, logs: None)])
+    assert_resumes(tmp_path, one, k, *messages, steps_per_epoch=steps_per_epoch, callbacks=[LambdaCallback(on_epoch_begin=lambda epoch, logs: None)])
 
 
 @pytest.mark.filterwarnings("ignore:This data source cannot seek:fitflax.errors.FitflaxWarning")
@@ -102,11 +103,43 @@ def test_an_evaluation_after_a_save_does_not_change_the_pass_that_was_saved(make
         np.testing.assert_array_equal(resumed.next().batch.x, expected)
 
 
+@pytest.mark.parametrize("loader", [None, {"at": 3}], ids=["fitflax 0.1", "another library"])
+@pytest.mark.parametrize("passes", [0, 2])
+def test_a_checkpoint_without_counts_of_iterators_resumes_in_the_order_after_an_evaluation(make, passes, loader):
+    data, resumed_data = make({"seed": 3}), make({"seed": 3})
+    iterations = [next(adapt(data).open(Position())).x for _ in range(4)]
+    next(adapt(resumed_data).open(Position()))
+    feed = Feed(adapt(resumed_data), Batcher(size=BATCH), Position(passes), is_saved=True)
+    feed.load_state_dict(loader and {"passes": passes, "examples": 0, "loader": loader})
+    assert not feed.can_reread
+    feed.catch_up()
+    np.testing.assert_array_equal(feed.next().batch.x, iterations[1 + passes])
+
+
+def test_a_checkpoint_without_counts_of_iterators_resumes_in_the_order_of_a_new_data_set(make):
+    feed = Feed(adapt(lambda: make({"seed": 3})), Batcher(size=BATCH), Position(2), is_saved=True)
+    feed.load_state_dict({})
+    with warned("The checkpoint does not contain the state of the data. If the function returns the same object in each pass, this run will differ"):
+        np.testing.assert_array_equal(feed.next().batch.x, next(adapt(make({"seed": 3})).open(Position())).x)
+
+
 def test_a_resume_with_a_data_set_that_was_read_further_warns(make, tmp_path):
     data = make({"seed": 3})
     run(tmp_path, data, 4)
     with warned(f"The tf.data.Dataset has been iterated over before, {NO_ORDER}", CANNOT_SEEK.format(BATCH)):
         run(tmp_path, data, 6)
+
+
+@pytest.mark.parametrize("repeats", [1, 2])
+def test_a_data_set_with_one_shuffled_order_resumes_after_other_iterations(make, tf, repeats, tmp_path):
+    def repeated() -> Any:
+        return make({"seed": 3, "reshuffle_each_iteration": False}).repeat(repeats)
+
+    data, steps = repeated(), 3 * repeats
+    run(tmp_path / "stopped", data, steps + 1)
+    with warned(CANNOT_SEEK.format(BATCH)):
+        resumed = run(tmp_path / "stopped", data, steps + 2)
+    assert_same(resumed, run(tmp_path / "never", repeated(), steps + 2))
 
 
 def test_a_repeated_shuffle_warns_that_its_order_cannot_be_repeated_in_a_later_pass(tf, tmp_path):
@@ -117,12 +150,18 @@ def test_a_repeated_shuffle_warns_that_its_order_cannot_be_repeated_in_a_later_p
     run(tmp_path / "second", make(), 6)
     with warned(f"The tf.data.Dataset repeats a part that draws random numbers, {NO_ORDER}", CANNOT_SEEK.format(BATCH)):
         run(tmp_path / "second", make(), 8)
+    callbacks = [LambdaCallback(on_epoch_begin=lambda epoch, logs: None)]  # A resume would read the shapes through an iterator of its own.
+    run(tmp_path / "end", make(), 5, callbacks=callbacks)
+    with warned(f"The tf.data.Dataset repeats a part that draws random numbers, {NO_ORDER}"):
+        run(tmp_path / "end", make(), 8, callbacks=callbacks)
 
 
 def test_shuffling_without_a_seed_warns_that_the_order_cannot_be_repeated(make, tmp_path):
-    run(tmp_path, make({}), 3)
-    with warned(f"The tf.data.Dataset shuffles without a seed, {NO_ORDER}"):
-        run(tmp_path, make({}), 6)
+    for options in ({}, {"reshuffle_each_iteration": False}):
+        root = tmp_path / str(len(options))
+        run(root, make(options), 3)
+        with warned(f"The tf.data.Dataset shuffles without a seed, {NO_ORDER}"):
+            run(root, make(options), 6)
 
 
 @pytest.fixture
