@@ -263,7 +263,7 @@ class FunctionSource(Source):
             if position.passes or any(source.num_started):
                 warn(
                     "The checkpoint does not contain the state of the data. If the function returns the same object in each pass, "
-                    "this run will differ from an uninterrupted one. If it does, pass that object instead."
+                    "this run will differ from an uninterrupted one. Pass that object instead of the function."
                 )
             bookmark = Bookmark(Position(position.passes), {"started": source.num_started})
         return source.reopen(position, bookmark)
