@@ -75,7 +75,7 @@ class Background:
     def barrier(self) -> Callable[[], None]:
         """Returns a function that waits until all jobs submitted so far have run or failed. Any thread may call it, any number of times.
 
-        Do not use it with `clear`, which could remove the job that ends the wait.
+        Do not combine it with `clear`, which could remove the job that ends the wait.
         """
         done: list[None] = []
         wake: queue.SimpleQueue[None] = queue.SimpleQueue()

@@ -327,8 +327,8 @@ class Trainer:
         """Stops a running `fit` after the current step; validation and end hooks still run.
 
         Args:
-            reason: The text for `stop_reason`. If several calls stop the same run, the first reason is kept; if several processes do at the same step, that of
-                the first of them.
+            reason: The text for `stop_reason`. If several calls stop the same run, the first reason is kept; if several processes stop at the same step, all
+                use the same reason.
 
         >>> import numpy as np
         >>> from fitflax.callbacks import LambdaCallback
@@ -596,8 +596,8 @@ class Trainer:
         """Replaces the current state with a copy of another one.
 
         Args:
-            state: A state with the same structure, shapes and dtypes; or an `InferenceState`, at any time, for evaluation and prediction only. Its float32
-                parameters are accepted for a linen module in half precision.
+            state: A state with the same structure, shapes and dtypes; or an `InferenceState`, at any time, for evaluation and prediction only. For a
+                linen module in half precision, its parameters may be float32.
 
         Raises:
             RestoreError: The structure, shapes or dtypes differ.
@@ -879,9 +879,9 @@ class Trainer:
             class_weight: `{label: weight}`, multiplied with sample weights; missing labels have weight 1.
             callbacks: Callbacks, such as `ModelCheckpoint`.
             log_every: The interval of log points in steps, for callbacks that watch the whole run, such as `TerminateOnNaN`.
-            resume: `"auto"` resumes from the newest intact checkpoint of the run's only `ModelCheckpoint`, or starts over if there is none (an error if the
-                directory of another callback has checkpoints of an earlier run); `True` requires a checkpoint; a path names one. `steps` and `epochs` count
-                from the beginning of the resumed run.
+            resume: `"auto"` resumes from the newest intact checkpoint of the run's only `ModelCheckpoint`, or starts a new run if there is none (an error if
+                another callback's directory has checkpoints of an earlier run); `True` requires a checkpoint; a path names one. `steps` and `epochs` count from
+                the beginning of the resumed run.
             verbose: 0 for silence, 2 for plain lines, 1 or `"auto"` for a progress bar in a terminal or a notebook and plain lines elsewhere.
             fast_dev_run: The number of batches of training and of each validation in a test run, which calls all hooks, but leaves out callbacks that write
                 files and does not resume.

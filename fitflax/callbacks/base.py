@@ -142,7 +142,7 @@ class Callback:
     may_skip_batches: bool = False
     may_prefetch: bool = False
     _plain_schedule: Schedule | None = None
-    _is_run_saved = True  # Whether a callback of the same run saves the whole run when it fires.
+    _is_run_saved = True  # Whether a callback of this run saves the whole run.
     # The arguments in `state_key`, and the attributes that hold them. Only the name of a path, because a run's directory may be moved before a resume.
     _key_arguments: ClassVar[tuple[tuple[str, str], ...]] = ()
 
@@ -303,7 +303,7 @@ class Callback:
     def sync(self) -> Callable[[], None] | None:
         """Flushes everything to disk. Called before the checkpoint of this step is saved.
 
-        May return a function that waits for uploads. It is called in any thread before the checkpoint is completed, and may be called several times or never.
+        May return a function that waits for uploads. Any thread may call it before the checkpoint is completed, any number of times or never.
         """
 
     def close(self) -> None:

@@ -182,7 +182,7 @@ class BestCheckpoint(StoreCallback):
         value = self._monitor.value(logs, self.params.get("validation_sets", ()) if self._in_fit else ())
         if value is None or not self._monitor.is_better(value, self.initial_value):
             return None
-        # A resume may have more than `keep` checkpoints, for example if `keep` is smaller than before.
+        # After a resume, more than `keep` checkpoints may exist, for example if `keep` is smaller than before.
         others = self._rank([entry for entry in self._kept if entry[1] != step])[: self.keep]
         is_full = self.keep is not None and len(others) >= self.keep
         return value if not is_full or self._monitor.is_better(value, others[-1][0]) else None
@@ -210,12 +210,12 @@ class BestCheckpoint(StoreCallback):
         self._wait_for_saves(self._saver)
         step = best_step = self.best_step
         if best_step is not None and not jax.process_index():
-            # A run that resumed from an older checkpoint may not have reached the better one that replaced this one.
+            # If the run resumed from an older checkpoint, a better one that it has not reached again may have replaced this one.
             present = set(self.store.steps())
             step = next((one for _, one in self._ranking if one in present), None)
             if step != best_step:
                 what = "the last parameters are kept" if step is None else f"the parameters of step {step} are restored"
-                warn(f"{self.directory} no longer contains the best checkpoint, of step {best_step}, so {what}.")
+                warn(f"{self.directory} no longer contains the best checkpoint (step {best_step}), so {what}.")
         # A state that is not split is saved by process 0 alone, so the others wait for it here. After a failure, not all processes may get here.
         if jax.process_count() > 1 and failure_since(failure_before) is None and count_processes(self.trainer.state.step.devices()) > 1:
             step = exchange(step, "the best checkpoint")[0]

@@ -204,7 +204,7 @@ class CallbackList:
             raise failure
 
     def on_closing(self, checkpoint: Checkpoint, epoch: int, logs: Mapping[str, Any]) -> None:
-        """Calls `on_closing` of all callbacks, after everything before is on disk and uploaded."""
+        """Calls `on_closing` of all callbacks, after earlier output is on disk and uploaded."""
         uploads: list[Callable[[], None]] = []
         self.sync(uploads)
         _call_all(uploads)
@@ -212,7 +212,7 @@ class CallbackList:
             callback.on_closing(checkpoint, epoch, logs)
 
     def sync(self, uploads: list[Callable[[], None]]) -> None:
-        """Syncs all callbacks, even if one of them fails. Adds functions to `uploads` that wait for uploads."""
+        """Syncs all callbacks, even if one of them fails. Adds functions that wait for uploads to `uploads`."""
 
         def sync(callback: Callback) -> None:
             uploads.extend(filter(None, [callback.sync()]))
@@ -285,7 +285,7 @@ def _state_keys(callbacks: Iterable[Callback]) -> dict[int, str]:
 
 
 def _check_places(callbacks: Iterable[Any]) -> None:
-    """Raises a `CallbackError` if two callbacks save every checkpoint in the same directory. Each would delete those of the other."""
+    """Raises a `CallbackError` if two callbacks save every checkpoint in the same directory. Each would delete the other's."""
     unique = {id(callback): callback for callback in callbacks if isinstance(callback, Callback)}.values()
     counts = Counter((absolute(place[0]), place[1]) for callback in unique if (place := callback.saves_as) is not None)
     for (directory, owner), count in counts.items():

@@ -74,7 +74,7 @@ class SummaryLogger(Callback):
     from the loop's previous checkpoint, even if that was made for another callback. Arrays are left out.
 
     Args:
-        every: When to write; by default, in `fit` at the end of each epoch and of the run and at each validation; elsewhere at each checkpoint.
+        every: When to write; by default, in `fit` at the end of each epoch, at each validation and at the end of the run, elsewhere at each checkpoint.
         file: The output; standard output by default.
 
     Raises:
@@ -116,7 +116,7 @@ class SummaryLogger(Callback):
 
     @override
     def wants(self, checkpoint: Checkpoint) -> bool:
-        # In `fit`, the last step may have been a checkpoint of another callback before.
+        # In `fit`, another callback may already have caused a checkpoint of the last step.
         return self.every is None and _ends_in_all_processes(checkpoint)
 
     @override
@@ -127,7 +127,7 @@ class SummaryLogger(Callback):
             return
         self._written_step = checkpoint.step
         steps, seconds = checkpoint.n_completed_steps, checkpoint.elapsed_time
-        # The checkpoint of another callback had the time of a repeated step.
+        # The time of a repeated step was in the checkpoint of another callback.
         first = [] if is_repeat else [f"Ran {steps} train steps in {seconds:.2f} seconds"]
         self._write(checkpoint, [*first, *_summary_lines(checkpoint, steps, seconds)])
 
@@ -148,7 +148,7 @@ class SummaryLogger(Callback):
 
 
 def _ends_in_all_processes(checkpoint: Checkpoint) -> bool:
-    """Returns whether the run ends here in all processes. After an error, it may end in one of them, which cannot compute the norm of sharded parameters."""
+    """Returns whether the run ends here in all processes. After an error, it may end in only one, which cannot compute the norm of sharded parameters."""
     position = checkpoint.run.position
     return position.is_last and not (position.is_rescue and jax.process_count() > 1)
 

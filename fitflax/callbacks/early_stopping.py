@@ -230,7 +230,7 @@ class EarlyStopping(MonitorCallback):
         if self.restore_best and self.best_epoch is not None and self._best_leaves is None:
             warn(
                 f"EarlyStopping cannot restore the parameters of the best epoch so far, {self.best_epoch + 1}: the resumed run had restore_best=False, so its "
-                "checkpoint does not contain them. A later epoch can be restored if it is better."
+                "checkpoint does not contain them. A better later epoch can be restored."
             )
         self._monitor.direction = state["direction"]
         if self.stopped_epoch is not None:

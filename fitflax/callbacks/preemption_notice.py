@@ -34,8 +34,8 @@ class PreemptionNotice(Callback):
 
     Args:
         notice: The source of the notice: `"aws"` for the interruption of a spot instance; `"gce"` for the preemption of a spot or preemptible VM, or a VM that
-            is terminated for maintenance; the path of a file that appears, which must be removed before a restart; a signal, such as `signal.SIGUSR1`;
-            or a function that returns whether there is notice.
+            is terminated for maintenance; the path of a file that appears (remove it before a restart); a signal, such as `signal.SIGUSR1`; or a function
+            that returns whether there is notice.
         seconds: The interval between two checks in a background thread. Not used for signals.
 
     Raises:

@@ -56,7 +56,7 @@ class Clock:
         self.add_test(time.monotonic() - self._test_begin)
 
     def add_test(self, seconds: float) -> None:
-        """Records an evaluation."""
+        """Records the time of an evaluation."""
         self._test_seconds += seconds
 
     def read(self, checkpoint: Checkpoint, params: Mapping[str, Any]) -> Stamp:
@@ -105,7 +105,7 @@ class StepLogger(Callback):
         self.needs_sown = () if sown is None else (sown,)
         self._clock = Clock()
         self._plain_run: PlainRun | None = None  # Set while it is used as a plain function.
-        self._seconds_evaluating = 0.0  # At its last checkpoint, since that run began.
+        self._seconds_evaluating = 0.0  # From the beginning of that run to its last checkpoint.
 
     @property
     @abc.abstractmethod

@@ -98,8 +98,8 @@ class RunView:
         joined: Returns the states of the data of all processes if each has its own shard, else `None`; all of them must call it.
         kept: What the step kept besides its values; `None` if an earlier process ran it.
         savers: The directories in which this checkpoint will be saved, with the names of the owners.
-        before_saving: Called once before the checkpoint is saved. A function that is returned is added to `uploads`.
-        uploads: Wait for uploads of logs. Called before the checkpoint is completed.
+        before_saving: Called once before the checkpoint is saved. Functions that they return are added to `uploads`.
+        uploads: Functions that wait for uploads of logs. Called before the checkpoint is completed.
     """
 
     position: RunPosition
@@ -315,7 +315,7 @@ class Checkpoint:
     def elapsed_time(self) -> float:
         """Seconds of training since the last checkpoint, without compilation, evaluations and the caller's work between steps. Waits for the device.
 
-        If the caller waits for the state itself, it must read this value before.
+        A caller that waits for the state itself must read this value first.
         """
         return self.run.timer.stop()
 

@@ -83,7 +83,7 @@ class CheckpointStore:
         self.backend = backend
         self.storage_options = storage_options
         self._saver: Saver | None = None
-        self._claim: dict[str, Any] = {}  # The contents of `.run.json`, as this store has written them.
+        self._claim: dict[str, Any] = {}  # The contents of `.run.json` that this store has written.
         # Cached contents of the directory's notes, with the version of the file.
         self._cache: dict[str, tuple[object, dict[str, Any]]] = {}
 
@@ -307,8 +307,8 @@ class CheckpointStore:
     ) -> Location:
         """Writes a checkpoint and, once it is complete and on the disk, deletes those that no owner keeps anymore.
 
-        If another owner has saved the step in this process and run, with all these metrics, this owner is added without writing again. Another checkpoint of
-        the step is replaced.
+        If another owner has saved the step in this process and run, with all these metrics, this owner is added without writing again. Any other checkpoint
+        of the step is replaced.
 
         Args:
             step: The number of completed steps.

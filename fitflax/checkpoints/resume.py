@@ -183,18 +183,17 @@ def warn_of_changes(saved: Saved, compiled: Mapping[str, Any], *, to_resume: boo
 
 
 def warn_of_eval_params(saved: Saved) -> None:
-    """Warns if the run of the checkpoint evaluated parameters that depend on the optimizer state, but its trained ones are used."""
+    """Warns that the trained parameters are used, if the run of the checkpoint evaluated others, which depend on the optimizer state."""
     function = eval_params_of(saved)
     if function is not None:
         warn(
             f"The run of {saved.path} evaluated parameters that {function} computes from the optimizer state. The trained parameters are used here instead. "
-            "To use the evaluated ones, compile a trainer in the same way, and call its restore(path), without weights_only or partial. "
-            "trainer.inference_state() then returns them."
+            "For the evaluated ones, compile a trainer in the same way, call restore(path) without weights_only or partial, and then inference_state()."
         )
 
 
 def eval_params_of(saved: Saved) -> str | None:
-    """Returns the name of the function that computed the evaluated parameters of the checkpoint's run from its optimizer state, if there was one."""
+    """Returns the name of the function that computed the run's evaluated parameters from the optimizer state; `None` if there was none."""
     name = (saved.metadata.get("compiled") or {}).get("eval_params")
     return None if name is None else str(name)
 

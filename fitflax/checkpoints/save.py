@@ -54,7 +54,7 @@ class _RunSave:
         self._checkpoint, self._run, self._saver = checkpoint, checkpoint.run, checkpoint.run.saver
         self._store, self._options, self._asynchronous = store, options, asynchronous
         self._uploads = list(checkpoint.run.uploads)
-        # Held because the earlier save that holds it may be done before this one takes it.
+        # Held because the earlier save that holds it may finish before this one takes it.
         self._shared = self._run.snapshots.shared() if asynchronous else None
         self._data: dict[str, Any] = {}
 

@@ -139,7 +139,7 @@ class Selection:
         return selected
 
     def has_targets(self, raw: Any) -> bool:
-        """Returns whether a batch is a dict with arrays as targets that have as many examples as the inputs."""
+        """Returns whether a batch is a dict whose targets are arrays with as many examples as the inputs."""
         keys = _flat_keys(self.targets)
         if not (hasattr(raw, "keys") and all(key in raw and all(hasattr(leaf, "shape") for leaf in jax.tree.leaves(raw[key])) for key in keys)):
             return False

@@ -93,16 +93,16 @@ class Feed:
             self.source.announce(Position(self._position.passes + 1))
 
     def open_begun_pass(self) -> None:
-        """Opens the pass of a resumed run if it had begun, before a hook can change the data. An error is raised when its next batch is requested."""
+        """Opens the pass of a resumed run if it had begun, before a hook can change the data. Errors are raised when its next batch is requested."""
         if self._iterator is None and self._position.examples and not self._buffer:
             try:
                 self._iterator = self._open()
-            except Exception as error:  # noqa: BLE001 (all processes of a `Shard` must hear of it)
+            except Exception as error:  # noqa: BLE001 (all processes of a `Shard` must be notified)
                 self._iterator = _failing(error)
 
     @property
     def can_reread(self) -> bool:
-        """Whether another feed can read the data before this one, only for its shapes. All processes must request it."""
+        """Whether another feed can read the data before this one, only for its shapes. All processes must query it."""
         bookmark = None if self._resume is None else self._resume[0]
         return self.source.can_reread if bookmark is None else self.source.can_reread_before(bookmark)
 

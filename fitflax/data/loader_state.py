@@ -49,7 +49,7 @@ class Bookmark:
 
     @property
     def started(self) -> Sequence[int] | None:
-        """How many iterators over each part of the data were started before the pass; `None` if the state does not contain it."""
+        """How many iterators over each part of the data were started before the pass; `None` if the state does not contain this."""
         started = self.state.get("started") if isinstance(self.state, dict) else None
         return started if isinstance(started, list) else None
 

@@ -117,7 +117,7 @@ def _dtype_of(feature: Any) -> np.dtype[Any] | None:
     return dtype if dtype.kind in "biuf" else None
 
 
-# By part of data sets that draws other random numbers in each iteration: how many iterators over it were started, which determines the next numbers.
+# The number of iterators that were started over each part of a data set that draws new random numbers in each iteration. It determines the next numbers.
 # Data sets share parts.
 _STARTED: "weakref.WeakKeyDictionary[Any, int]" = weakref.WeakKeyDictionary()
 
@@ -189,7 +189,7 @@ class TensorFlowSource(IterableSource):
         return True
 
     def _warn_if_not_repeatable(self, started: Sequence[int], later: Sequence[int] | None = None) -> None:
-        """Warns if the order differs after `started` iterators, or, if the pass has begun, after those until the save, which are `later`."""
+        """Warns if the order of a pass after `started` iterators cannot be repeated. `later` is how many were started until the save, if the pass had begun."""
         missing = [wanted - _STARTED.get(node, 0) for node, wanted in zip(self._random_nodes, started, strict=False)]
         is_later = later is not None and any(after > before + 1 for before, after in zip(started, later, strict=False))
         if self._unseeded and type(self._unseeded[0]).__name__ == _SHUFFLE:
@@ -199,13 +199,13 @@ class TensorFlowSource(IterableSource):
         elif min(missing, default=0) < 0:
             reason, advice = "has been iterated over before", "Pass a new data set."
         elif self._repeats and (max(missing, default=0) > 0 or is_later):  # Each repetition draws other numbers, so an iterator would have to be read.
-            reason, advice = "repeats a part that draws random numbers", "Leave .repeat() out, and pass epochs= to fit."
+            reason, advice = "repeats a part that draws random numbers", "Remove .repeat(), and pass epochs= to fit."
         else:
             return
         warn(f"The tf.data.Dataset {reason}, so its order of examples cannot be repeated. This run will differ from an uninterrupted one. {advice}")
 
     def _advance(self, started: Sequence[int]) -> None:
-        """Starts iterators until each part that draws random numbers has had as many. A part comes before those that it contains."""
+        """Starts iterators until each random part has had as many as `started` contains. A part precedes those that it contains."""
         for node, wanted in zip(self._random_nodes, started, strict=False):
             while _STARTED.get(node, 0) < wanted:
                 _count_start(node)
@@ -230,7 +230,7 @@ def _count_start(dataset: Any) -> None:
 
 
 class _RandomPass(Pass):
-    """A pass over a data set that draws random numbers. Its state, before it begins, is how many iterators over each random part were started before."""
+    """A pass over a data set that draws random numbers. Before it begins, its state is how many iterators were started over each random part."""
 
     def __init__(self, data: Any, read: Callable[[Any], Triple]) -> None:
         self._data, self._read = data, read
@@ -258,7 +258,7 @@ class _RandomPass(Pass):
         _OPENED.discard(self)
 
 
-_OPENED: "weakref.WeakSet[_RandomPass]" = weakref.WeakSet()  # Those that have not begun.
+_OPENED: "weakref.WeakSet[_RandomPass]" = weakref.WeakSet()  # Passes that have not begun.
 
 
 def _check_spec(spec: Triple) -> None:
@@ -289,7 +289,7 @@ def _nodes(dataset: Any) -> Iterator[Any]:
 
 
 def _random_nodes(dataset: Any) -> list[Any]:
-    """Returns the parts that draw other random numbers in each iteration."""
+    """Returns the parts that draw new random numbers in each iteration."""
 
     def draws_again(node: Any) -> bool:
         kind = type(node).__name__

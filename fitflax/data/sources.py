@@ -179,11 +179,11 @@ class Source(abc.ABC):
         return None
 
     def can_reread_before(self, bookmark: Bookmark) -> bool:
-        """Returns whether the data can be read once more before the pass of `bookmark` is opened with `reopen`."""
+        """Returns whether the data can be read before the pass of `bookmark` is opened with `reopen`."""
         return self.can_reread
 
     def catch_up(self, bookmark: Bookmark) -> bool:
-        """Starts as many iterators as the saved run had, unless its pass had begun; returns whether `reopen` need not do so."""
+        """Starts as many iterators as the saved run had, unless its pass had begun. Returns whether it did, so that `reopen` need not."""
         return False
 
 
@@ -259,7 +259,7 @@ class FunctionSource(Source):
     def reopen(self, position: Position, bookmark: Bookmark | None) -> Iterator[Triple]:
         source = self._next()
         if source.num_started is not None and (bookmark is None or bookmark.started is None):
-            # Assume that the function creates an object in each pass, which had no earlier iterators.
+            # Assume that the function creates a new object for each pass, which had no earlier iterators.
             if position.passes or any(source.num_started):
                 warn(
                     "The checkpoint does not contain the state of the data. If the function returns the same object in each pass, "
@@ -280,7 +280,7 @@ class FunctionSource(Source):
 
     @override
     def can_reread_before(self, bookmark: Bookmark) -> bool:
-        # The function may always return one object, whose first iterator must then be that of the resumed pass.
+        # The function may always return the same object, whose first iterator must then be that of the resumed pass.
         return not (bookmark.has_begun and 0 in (bookmark.started or ()))
 
     @override

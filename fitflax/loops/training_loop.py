@@ -451,7 +451,7 @@ class Run:
 
     @contextlib.contextmanager
     def _timer_paused(self) -> Iterator[None]:
-        """Waits for steps that are still running, so that their time does not count as time of the block, and excludes the block from the time of steps."""
+        """Excludes a block from the time of steps. Waits for running steps first, so that their time does not count as time of the block."""
         if self._values is not None:
             self._values.wait()
         with self._timer.excluding():

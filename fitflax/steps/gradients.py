@@ -209,7 +209,7 @@ class ForwardPass:
         if weights.ndim > values.ndim or any(have not in (1, want) for have, want in zip(weights.shape, values.shape, strict=False)):
             raise LossError(
                 f"sample_weight {list(weights.shape)} does not fit the loss values {list(values.shape)}, aligned from the left. Sizes must be equal or 1. "
-                f"Pass weights that fit, or a loss function that returns one value per weight, {list(weights.shape)}."
+                f"Pass other weights, or a loss function that returns one value per weight, {list(weights.shape)}."
             )
         total, weight = weighted_sums(values, weights)
         whole = self.strategy.sum(jax.lax.stop_gradient(weight)) if totals is None else totals.weight_of(values.shape)

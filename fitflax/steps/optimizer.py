@@ -102,7 +102,7 @@ class Numerics:
     def as_stored(self, changed: dict[str, PyTree], stored: dict[str, PyTree], given: dict[str, PyTree]) -> dict[str, PyTree]:
         """Returns collections that the module changed in their stored dtypes; new collections are unchanged.
 
-        `given` are the values that the module got. Where it did not change them, the stored values are returned, which are not rounded.
+        `given` are the values that the module received. Where it did not change them, the stored values are returned, which are not rounded.
         """
         if not self.is_half:
             return changed

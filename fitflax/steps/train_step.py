@@ -195,7 +195,7 @@ class Task(ForwardPass):
                 pairs[key] = (jnp.sum(parts[0].total) / replicas, jnp.sum(parts[0].weight) / replicas)
             else:
                 value, is_undefined = computed(metric)
-                if value.ndim:  # The log of a custom step is one number.
+                if value.ndim:  # A custom step logs only numbers.
                     continue
                 weight = jnp.where(is_undefined, 0.0, real)
                 pairs[key] = (jnp.where(is_undefined, 0.0, value) * weight, weight)

@@ -386,7 +386,7 @@ def test_a_best_checkpoint_that_was_replaced_later_is_not_restored(keep, step, t
 
     start(5, 6, 7, 4, 3)
     what = "the last parameters are kept" if step == 25 else "the parameters of step 20 are restored"
-    with pytest.warns(FitflaxWarning, match=rf"best no longer contains the best checkpoint, of step 5, so {what}\.$"):
+    with pytest.warns(FitflaxWarning, match=rf"best no longer contains the best checkpoint \(step 5\), so {what}\.$"):
         start(5, 6, 7, 5.5, 9, resume=tmp_path / "all/step_00000015")
     saved = CheckpointStore(tmp_path / "all").restore(step).train["params"]
     assert all(jax.tree.leaves(jax.tree.map(np.array_equal, jax.device_get(trainer.state.params), saved)))
