@@ -163,15 +163,17 @@ class TensorFlowSource(IterableSource):
             return self.open(position)
         if bookmark is not None and bookmark.started is None:
             bookmark = None  # It is a state of another library.
-        # Checkpoints of fitflax 0.1 have no state. Each of its passes over one object started one iterator.
+        # Checkpoints of fitflax 0.1 have no state. Each of its passes over one object started one iterator. Iterators of evaluations before `fit`, which came
+        # before these, cannot be distinguished from those of an earlier resume in this process.
         before = [count + position.passes for count in self.num_started or ()] if bookmark is None else _started_before(bookmark)
         has_begun = bookmark is not None and bookmark.has_begun
-        self._warn_if_not_repeatable(before, bookmark.num_started if bookmark is not None and has_begun else None)
+        until_save = (bookmark.num_started if bookmark is not None and has_begun else None) or ()
+        self._warn_if_not_repeatable(before, is_unread=any(after > count + 1 for count, after in zip(before, until_save, strict=False)))
         self._advance(before)
         opened = _RandomPass(self.data, self.read)
-        if bookmark is not None and has_begun:
+        if has_begun:
             opened.begin()
-            self._advance(bookmark.num_started or ())  # Evaluations on the same data may follow the beginning of the pass.
+            self._advance(until_save)  # Evaluations on the same data may follow the beginning of the pass.
         return drop(opened, position.examples)
 
     @override
@@ -184,21 +186,21 @@ class TensorFlowSource(IterableSource):
     def catch_up(self, bookmark: Bookmark) -> bool:
         if not self._random_nodes or bookmark.started is None or bookmark.has_begun:
             return False
-        self._warn_if_not_repeatable(_started_before(bookmark))
-        self._advance(_started_before(bookmark))
+        before = _started_before(bookmark)
+        self._warn_if_not_repeatable(before, is_unread=max(before, default=0) > 0)  # One batch was read from one iterator, for its shapes.
+        self._advance(before)
         return True
 
-    def _warn_if_not_repeatable(self, started: Sequence[int], later: Sequence[int] | None = None) -> None:
-        """Warns if the order of a pass after `started` iterators cannot be repeated. `later` is how many were started until the save, if the pass had begun."""
+    def _warn_if_not_repeatable(self, started: Sequence[int], *, is_unread: bool = False) -> None:
+        """Warns if the order of a pass after `started` iterators cannot be repeated. `is_unread`: whether one is not read as far as in the saved run."""
         missing = [wanted - _STARTED.get(node, 0) for node, wanted in zip(self._random_nodes, started, strict=False)]
-        is_later = later is not None and any(after > before + 1 for before, after in zip(started, later, strict=False))
         if self._unseeded and type(self._unseeded[0]).__name__ == _SHUFFLE:
             reason, advice = "shuffles without a seed", "Use shuffle(..., seed=0)."
         elif self._unseeded:
             reason, advice = "draws random numbers without a seed", "Use Dataset.random(seed=0)."
         elif min(missing, default=0) < 0:
             reason, advice = "has been iterated over before", "Pass a new data set."
-        elif self._repeats and (max(missing, default=0) > 0 or is_later):  # Each repetition draws other numbers, so an iterator would have to be read.
+        elif self._repeats and (max(missing, default=0) > 0 or is_unread):  # Each repetition draws other numbers, so an iterator would have to be read.
             reason, advice = "repeats a part that draws random numbers", "Remove .repeat(), and pass epochs= to fit."
         else:
             return

@@ -281,11 +281,12 @@ class FunctionSource(Source):
     @override
     def can_reread_before(self, bookmark: Bookmark) -> bool:
         # The function may always return the same object, whose first iterator must then be that of the resumed pass.
-        return not (bookmark.has_begun and 0 in (bookmark.started or ()))
+        return not (bookmark.has_begun and bookmark.position.passes == 0)
 
     @override
     def catch_up(self, bookmark: Bookmark) -> bool:
-        return self._last is not None and self._last.catch_up(bookmark)
+        # If a part had no iterators, the function created it for the pass.
+        return self._last is not None and 0 not in (bookmark.started or ()) and self._last.catch_up(bookmark)
 
 
 class OneShotSource(Source, Pass):

@@ -3,7 +3,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fitflax.callbacks import LambdaCallback
+from fitflax.callbacks import BestCheckpoint, LambdaCallback
 from fitflax.data import Batcher, Feed, Position, adapt
 from fitflax.data.batch import Selection
 from fitflax.errors import ConfigError, DataError
@@ -58,6 +58,22 @@ def test_a_function_that_returns_one_data_set_resumes_in_the_original_order(make
         return lambda: data
 
     assert_resumes(tmp_path, one, k, *messages, steps_per_epoch=steps_per_epoch, callbacks=[LambdaCallback(on_epoch_begin=lambda epoch, logs: None)])
+
+
+@pytest.mark.parametrize("saves_best", [False, True])
+def test_a_function_that_creates_the_data_set_is_called_after_on_epoch_begin_in_a_resume_at_the_end_of_an_epoch(make, saves_best, tmp_path):
+    def run_with(root: Any, steps: int) -> dict[str, Any]:
+        seeds = {"seed": 1}
+        callbacks = [LambdaCallback(on_epoch_begin=lambda epoch, logs: seeds.update(seed=1 + epoch))]
+        if saves_best:  # The second save of an epoch follows the call of the function for the first one.
+            callbacks.append(BestCheckpoint(root / "best", monitor="loss"))
+        return run(root, lambda: make(seeds), steps, callbacks=callbacks)
+
+    uninterrupted = run_with(tmp_path / "never", 8)
+    run_with(tmp_path / "stopped", 3)
+    with warned():
+        resumed = run_with(tmp_path / "stopped", 8)
+    assert_same(resumed, uninterrupted)
 
 
 @pytest.mark.filterwarnings("ignore:This data source cannot seek:fitflax.errors.FitflaxWarning")
@@ -151,9 +167,10 @@ def test_a_repeated_shuffle_warns_that_its_order_cannot_be_repeated_in_a_later_p
     with warned(f"The tf.data.Dataset repeats a part that draws random numbers, {NO_ORDER}", CANNOT_SEEK.format(BATCH)):
         run(tmp_path / "second", make(), 8)
     callbacks = [LambdaCallback(on_epoch_begin=lambda epoch, logs: None)]  # A resume would read the shapes through an iterator of its own.
-    run(tmp_path / "end", make(), 5, callbacks=callbacks)
-    with warned(f"The tf.data.Dataset repeats a part that draws random numbers, {NO_ORDER}"):
-        run(tmp_path / "end", make(), 8, callbacks=callbacks)
+    for name, returns in (("end", lambda data: data), ("end of a function", lambda data: lambda: data)):
+        run(tmp_path / name, returns(make()), 5, callbacks=callbacks)
+        with warned(f"The tf.data.Dataset repeats a part that draws random numbers, {NO_ORDER}"):
+            run(tmp_path / name, returns(make()), 8, callbacks=callbacks)
 
 
 def test_shuffling_without_a_seed_warns_that_the_order_cannot_be_repeated(make, tmp_path):
