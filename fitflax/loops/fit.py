@@ -149,24 +149,25 @@ def _validation_frequency(value: Any) -> int | frozenset[int] | Trigger:
 def find_checkpoint(session: Session, resume: Any, hooks: CallbackList) -> Saved | None:
     """Returns the checkpoint to resume from, the same in all processes; `None` to begin a new run.
 
-    Raises `DirectoryInUseError` if `resume="auto"` begins a new run because a `ModelCheckpoint` has no intact one, but other directories have checkpoints.
+    Raises `DirectoryInUseError` if `resume="auto"` begins a new run because a `ModelCheckpoint` has no checkpoint, but other directories have some.
     """
     stores = [callback.store for callback in hooks if isinstance(callback, ModelCheckpoint)]
     saved = find_saved(session, resume, stores)
     if resume != "auto" or saved is not None:
         return saved
     (store,) = stores
+    if store.steps():  # All of them are damaged. The same run starts over and replaces its checkpoints in all directories; `find_resume` has warned of it.
+        session.run_id = store.run_id() or session.run_id
     for callback in hooks:
         if not isinstance(callback, StoreCallback) or callback.overwrite or absolute(callback.directory) == absolute(store.directory):
             continue
         if conflict := callback.store.describe_others(session.run_id):
             raise DirectoryInUseError(
-                f'{conflict}. resume="auto" has found no intact checkpoint in {store.directory}. To resume from the other directory, pass '
+                f'{conflict}. resume="auto" has found no checkpoint in {store.directory}. To resume from the other directory, pass '
                 f'resume="{callback.directory}"; to start a new run, choose another directory, or pass overwrite=True to the callback, which replaces these '
                 "checkpoints."
             )
-    if store.steps():  # All of them are damaged. The same run starts over and replaces them.
-        session.run_id = store.run_id() or session.run_id
+    session.run_id = store.run_id() or session.run_id  # The checkpoints may have been deleted. The logs are still those of the run.
     return None
 
 

@@ -114,9 +114,9 @@ def test_processes_exit_with_the_status_of_their_last_run(resumes, fails):
 
 @pytest.fixture(scope="module")
 def fails(env: dict[str, str], root: pathlib.Path) -> Group:
-    runs: dict[str, Any] = {f"once, {victim}": {"victim": victim, "times": 1} for victim in (0, 1)}
+    runs: dict[str, Any] = {"in use": {"scenario": "replace", "overwrite": False}}
+    runs |= {f"once, {victim}": {"victim": victim, "times": 1} for victim in (0, 1)}
     runs |= {f"{victim}, {asynchronous}": {"victim": victim, "asynchronous": asynchronous} for asynchronous in (False, True) for victim in (0, 1)}
-    runs |= {"in use": {"scenario": "replace", "overwrite": False}}
     common = {"scenario": "fail", "kind": "fsdp"}
     return Group.of(start(env, runs={name: {**common, **given, "directory": f"{root}/{name}"} for name, given in runs.items()}))
 
