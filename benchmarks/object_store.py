@@ -108,15 +108,15 @@ class Pauses(Callback):
 
 def measure_pauses(root: str, options: dict[str, Any] | None, *, width: int, saves: int) -> list[float]:
     """Returns the seconds of each save's pause, of a run whose checkpoints and logs are below a directory or URL."""
-    rng, steps = np.random.default_rng(0), 100
+    rng, steps, epochs = np.random.default_rng(0), 100, 5  # From one save to the next, so that the previous one is complete.
     x, y = rng.random((32 * steps, width), np.float32), rng.integers(0, 10, 32 * steps)
     model = nn.Sequential([nn.Dense(width), nn.relu, nn.Dense(10)])
     trainer = fitflax.Trainer(model, seed=0)
     trainer.compile("adam", "sparse_categorical_crossentropy", ["accuracy"])
-    pauses = Pauses(steps)
+    pauses = Pauses(steps * epochs)
     logs = [TensorBoard(f"{root}/board", storage_options=options), CSVLogger(f"{root}/log.csv", storage_options=options)]
-    save = ModelCheckpoint(f"{root}/checkpoints", every=fitflax.every(steps=steps), keep=1, storage_options=options)
-    trainer.fit(x, y, batch_size=32, epochs=saves + 1, callbacks=[pauses, *logs, save], verbose=0)
+    save = ModelCheckpoint(f"{root}/checkpoints", every=fitflax.every(epochs=epochs), keep=1, storage_options=options)
+    trainer.fit(x, y, batch_size=32, epochs=(saves + 1) * epochs, callbacks=[pauses, *logs, save], verbose=0)
     return pauses.seconds
 
 
