@@ -53,23 +53,22 @@ class EventFiles:
         self._thread.submit(lambda: self._run_job(lambda: job(self._write)))
 
     def sync(self) -> Callable[[], None] | None:
-        """Waits until everything is on disk, or returns a function that waits until it is uploaded. Raises a `CallbackError` if a job failed."""
-        wait = None
+        """Waits until everything is on disk. Raises a `CallbackError` if a job failed. Returns a function that waits until everything is uploaded."""
         if self._writers or not self._thread.is_idle:
             self._thread.submit(lambda: self._run_job(self._flush))
-            wait = self._thread.barrier()
-            if self._mirror is None:
-                wait()
-                wait = None
+            self._thread.wait_until(lambda: self._thread.is_idle)
         self.raise_failure()
-        return wait
+        return None if self._mirror is None else self._mirror.push_later()
 
     def close(self) -> None:
-        """Waits until everything is on disk, and closes all files. Raises a `CallbackError` if a job failed."""
+        """Waits until everything is on disk and uploaded, and closes all files. Raises a `CallbackError` if a job failed."""
         if self._writers or not self._thread.is_idle:
             self._thread.submit(self._close)
         self._thread.end()
         self.raise_failure()
+        if self._mirror is not None:
+            self._mirror.push_later()()
+            self.raise_failure()
 
     def raise_failure(self) -> None:
         """Raises a `CallbackError` if a job failed, and warns of lost files, once."""
@@ -80,6 +79,8 @@ class EventFiles:
                 "new file. Do not change the directory during a run; change a copy."
             )
         failure, self._failure = self._failure, None
+        if failure is None and self._mirror is not None:
+            failure, self._mirror.failure = self._mirror.failure, None
         if isinstance(failure, CallbackError):
             raise failure
         if failure is not None:
@@ -94,6 +95,7 @@ class EventFiles:
             job()
             if self._mirror is not None and self._mirror.should_push:
                 self._flush()
+                self._mirror.push_later()
 
     def _fail(self, error: BaseException) -> None:
         self._failure = error
@@ -123,8 +125,6 @@ class EventFiles:
         self._files = {}
         writers, self._writers = self._writers, {}
         with contextlib.ExitStack() as stack:  # Close all, even if one fails.
-            if self._mirror is not None and self._failure is None:
-                stack.callback(self._mirror.push)
             for writer in writers.values():
                 stack.callback(writer.close)  # Flushes and fsyncs first.
 
@@ -132,8 +132,6 @@ class EventFiles:
         for group, writer in self._writers.items():
             writer.flush()
             self._is_intact(group)
-        if self._mirror is not None:
-            self._mirror.push()
 
     def _write(self, group: str, step: int, seconds: float, summary: Any) -> None:
         from tensorboardX.proto.event_pb2 import Event

@@ -21,6 +21,7 @@ from typing import Any, Self
 
 from typing_extensions import override
 
+from fitflax.background import Background
 from fitflax.storage.object_store import ObjectPath
 from fitflax.storage.paths import Location
 
@@ -258,7 +259,7 @@ PUSH_SECONDS = 30.0
 class Mirror:
     """A temporary directory whose changed files are uploaded whole to a location in a bucket, because objects cannot grow.
 
-    Methods raise `OSError` if the store or the disk fails.
+    `pull` and `push` raise `OSError` if the store or the disk fails; `failure` is the last such error of `push_later`.
     """
 
     def __init__(self, place: ObjectPath) -> None:
@@ -267,6 +268,8 @@ class Mirror:
         # Sizes and modification times of uploaded files, by name.
         self._pushed: dict[str, tuple[int, int]] = {}
         self._last_push = time.monotonic()
+        self._thread = Background("fitflax-mirror", on_error=self._fail)
+        self.failure: BaseException | None = None
         self._finalizer = weakref.finalize(self, shutil.rmtree, self.directory, ignore_errors=True)
 
     def pull(self, wanted: Callable[[str], bool]) -> None:
@@ -280,7 +283,6 @@ class Mirror:
 
     def push(self) -> None:
         """Uploads changed files, and deletes removed ones from the bucket."""
-        self._last_push = time.monotonic()
         present = {path.relative_to(self.directory).as_posix(): path for path in sorted(self.directory.rglob("*")) if path.is_file()}
         for name, path in present.items():
             state = _state_of(path)
@@ -292,13 +294,23 @@ class Mirror:
         for name in gone:
             del self._pushed[name]
 
+    def push_later(self) -> Callable[[], None]:
+        """Calls `push` in a thread. Returns a function that waits for it."""
+        self._last_push = time.monotonic()
+        self._thread.submit(self.push)
+        return self._thread.barrier()
+
+    def _fail(self, error: BaseException) -> None:
+        self.failure = error
+
     @property
     def should_push(self) -> bool:
         """Whether it is time for the next upload."""
         return time.monotonic() - self._last_push > PUSH_SECONDS
 
     def close(self) -> None:
-        """Deletes the temporary directory."""
+        """Waits for uploads, and deletes the temporary directory."""
+        self._thread.end()
         self._finalizer()
 
 

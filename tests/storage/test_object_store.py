@@ -23,7 +23,7 @@ from flax import linen as nn
 
 import fitflax
 from fitflax import __main__ as command
-from fitflax.callbacks import BestCheckpoint, CSVLogger, JSONLogger, LambdaCallback, ModelCheckpoint, Profiler, TensorBoard
+from fitflax.callbacks import BestCheckpoint, CSVLogger, JSONLogger, LambdaCallback, ModelCheckpoint, Profiler, TensorBoard, event_files
 from fitflax.callbacks.event_files import events_of
 from fitflax.checkpoints import CheckpointStore, load_inference_state
 from fitflax.checkpoints.checkpoint_files import read_metadata
@@ -346,6 +346,20 @@ def test_steps_continue_while_logs_are_uploaded_and_the_checkpoint_is_completed_
     assert seen == [[]] and where.store().steps()
     first = next(index for index, key in enumerate(written) if key.endswith("/metadata.json"))
     assert {key.split("/logs/")[1].partition("/")[0] for key in written[:first] if "/logs/" in key} == {"board", "log.csv"}
+
+
+@in_memory
+def test_a_checkpoint_has_the_state_of_loggers_after_all_earlier_events(where, monkeypatch):
+    write = event_files.EventFiles._write
+
+    def write_slowly(self, *arguments):
+        time.sleep(0.2)
+        write(self, *arguments)
+
+    monkeypatch.setattr(event_files.EventFiles, "_write", write_slowly)
+    fit(make(), TensorBoard(f"{where.url}/board", every=fitflax.every(steps=4)), saver(where, every=fitflax.every(steps=4)), epochs=1)
+    step, *tags = load_checkpoint(where.store().path(4)).run["callbacks"]["TensorBoard(directory='board')"]["written"]
+    assert step == 4 and "loss" in tags
 
 
 @faulty
