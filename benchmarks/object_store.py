@@ -38,7 +38,7 @@ LIMIT = 1 / 0.8
 
 @contextlib.contextmanager
 def server(url: str | None, *, delay: float = 0.0) -> Iterator[tuple[str, dict[str, Any] | None]]:
-    """Yields a URL and options: the given URL, or that of a server that is started here, whose answers are delayed."""
+    """Yields a URL and options: the given URL, or that of a server that is started here, with delayed responses."""
     if url is not None:
         yield url, None
         return
@@ -89,7 +89,7 @@ def measure(place: ObjectPath, options: dict[str, Any] | None, megabytes: int, r
 
 
 class Pauses(Callback):
-    """Measures the time between consecutive steps, of which the first has ended, if a checkpoint is saved between them."""
+    """Measures the time from the end of a step to the beginning of the next one, if a checkpoint is saved between them."""
 
     def __init__(self, steps: int) -> None:
         self._steps, self._begin = steps, 0.0
@@ -107,8 +107,8 @@ class Pauses(Callback):
 
 
 def measure_pauses(root: str, options: dict[str, Any] | None, *, width: int, saves: int) -> list[float]:
-    """Returns the seconds of each save's pause, of a run whose checkpoints and logs are below a directory or URL."""
-    rng, steps, epochs = np.random.default_rng(0), 100, 5  # From one save to the next, so that the previous one is complete.
+    """Returns the pause of each save in seconds, for a run whose checkpoints and logs are below a directory or URL."""
+    rng, steps, epochs = np.random.default_rng(0), 100, 5  # Many steps between saves, so that the previous save is complete.
     x, y = rng.random((32 * steps, width), np.float32), rng.integers(0, 10, 32 * steps)
     model = nn.Sequential([nn.Dense(width), nn.relu, nn.Dense(10)])
     trainer = fitflax.Trainer(model, seed=0)

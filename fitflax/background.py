@@ -90,7 +90,7 @@ class Background:
             while not done:
                 with contextlib.suppress(queue.Empty):
                     wake.get(timeout=_POLL_SECONDS)
-            wake.put(None)  # For another thread that waits.
+            wake.put(None)  # Wakes the next waiting thread.
 
         return wait
 

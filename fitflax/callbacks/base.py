@@ -303,7 +303,7 @@ class Callback:
     def sync(self) -> Callable[[], None] | None:
         """Flushes everything to disk. Called before the checkpoint of this step is saved.
 
-        May return a function that waits for uploads. Any thread may call it before the checkpoint is completed, any number of times or never.
+        May return a function that waits for uploads. Any thread may call it before the checkpoint is completed, any number of times, or not at all.
         """
 
     def close(self) -> None:

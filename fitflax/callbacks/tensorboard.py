@@ -54,7 +54,7 @@ class TensorBoard(StepLogger):
 
     Args:
         directory: A path or URL, one for each run, created if it is missing. Files in a bucket are uploaded whole, every 30 s and before each checkpoint.
-        every: When to write values of training, in addition to the ends of epochs and of a loop without `fit`; by default every 50 steps.
+        every: When to write values of training, in addition to the end of each epoch and of a loop without `fit`; by default every 50 steps.
         histograms: When to write histograms of parameters and gradients; by default never. The run then keeps the gradient of each step, which takes as much
             memory as the parameters. Arrays that are split between processes are left out.
         sown: The collection whose sown values are written; `None` for none.

@@ -24,7 +24,7 @@ from fitflax.triggers import Moment
 
 
 class Timer:
-    """Measures the time of training between two checkpoints, until the device has finished, without compilation, evaluations and the consumer.
+    """Measures the training time between two checkpoints, until the device has finished, excluding compilation, evaluations and the consumer.
 
     Attributes:
         seconds_evaluating: The time of all evaluations by `EvalLoop`s since the run began.
@@ -313,7 +313,7 @@ class Checkpoint:
 
     @property
     def elapsed_time(self) -> float:
-        """Seconds of training since the last checkpoint, without compilation, evaluations and the caller's work between steps. Waits for the device.
+        """Seconds of training since the last checkpoint, excluding compilation, evaluations and the caller's work between steps. Waits for the device.
 
         A caller that waits for the state itself must read this value first.
         """

@@ -183,12 +183,12 @@ def warn_of_changes(saved: Saved, compiled: Mapping[str, Any], *, to_resume: boo
 
 
 def warn_of_eval_params(saved: Saved) -> None:
-    """Warns that the trained parameters are used, if the run of the checkpoint evaluated others, which depend on the optimizer state."""
+    """Warns that the trained parameters are used, if the run of the checkpoint evaluated parameters that depend on the optimizer state."""
     function = eval_params_of(saved)
     if function is not None:
         warn(
             f"The run of {saved.path} evaluated parameters that {function} computes from the optimizer state. The trained parameters are used here instead. "
-            "For the evaluated ones, compile a trainer in the same way, call restore(path) without weights_only or partial, and then inference_state()."
+            "To get the evaluated ones, compile a trainer in the same way, call restore(path) without weights_only or partial, and then inference_state()."
         )
 
 
@@ -258,7 +258,7 @@ def load_inference_state(path: str | os.PathLike[str], *, storage_options: Mappi
     """Returns a checkpoint's state for evaluation and prediction, as NumPy arrays, without reading the optimizer state.
 
     If the run used `eval_params` or a schedule-free optimizer, this returns the trained parameters, with a warning: the evaluated ones depend on the
-    optimizer state. For those, call `restore` and then `Trainer.inference_state`.
+    optimizer state. To get those, call `restore` and then `Trainer.inference_state`.
 
     Orbax keeps all arrays in common files, which are verified as a whole. Checkpoints of other libraries are also read as a whole.
 

@@ -169,7 +169,7 @@ class Feeder:
         return self._feed(source, batcher, position, used=used, is_saved=True)
 
     def used(self, source: Source) -> tuple[int, ...]:
-        """Returns how many examples each process has taken from its shard of an iterator; `()` if none, or for other data. All processes must call it."""
+        """Returns how many examples each process has taken from its shard of an iterator; `()` if none has, or for other data. All processes must call it."""
         taken = self._exchange(source.taken) if isinstance(source, OneShotSource) and source.shares is not None else []
         return tuple(taken) if any(taken) else ()
 

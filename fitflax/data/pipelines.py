@@ -117,8 +117,8 @@ def _dtype_of(feature: Any) -> np.dtype[Any] | None:
     return dtype if dtype.kind in "biuf" else None
 
 
-# The number of iterators that were started over each part of a data set that draws new random numbers in each iteration. It determines the next numbers.
-# Data sets share parts.
+# For each part of a data set that draws new random numbers in each iteration, the number of iterators that were started. It determines the next numbers.
+# Data sets may share parts.
 _STARTED: "weakref.WeakKeyDictionary[Any, int]" = weakref.WeakKeyDictionary()
 
 
@@ -162,7 +162,7 @@ class TensorFlowSource(IterableSource):
         if bookmark is not None and bookmark.is_own:
             return self.open(position)
         if bookmark is not None and bookmark.started is None:
-            bookmark = None  # It is a state of another library.
+            bookmark = None  # It is the state of another library.
         # Checkpoints of fitflax 0.1 have no state. Each of its passes over one object started one iterator. Iterators of evaluations before `fit`, which came
         # before these, cannot be distinguished from those of an earlier resume in this process.
         before = [count + position.passes for count in self.num_started or ()] if bookmark is None else _started_before(bookmark)
@@ -200,14 +200,14 @@ class TensorFlowSource(IterableSource):
             reason, advice = "draws random numbers without a seed", "Use Dataset.random(seed=0)."
         elif min(missing, default=0) < 0:
             reason, advice = "has been iterated over before", "Pass a new data set."
-        elif self._repeats and (max(missing, default=0) > 0 or is_unread):  # Each repetition draws other numbers, so an iterator would have to be read.
+        elif self._repeats and (max(missing, default=0) > 0 or is_unread):  # Each repetition draws new numbers, so an iterator would have to be read.
             reason, advice = "repeats a part that draws random numbers", "Remove .repeat(), and pass epochs= to fit."
         else:
             return
         warn(f"The tf.data.Dataset {reason}, so its order of examples cannot be repeated. This run will differ from an uninterrupted one. {advice}")
 
     def _advance(self, started: Sequence[int]) -> None:
-        """Starts iterators until each random part has had as many as `started` contains. A part precedes those that it contains."""
+        """Starts iterators until each random part has had the number in `started`. A part precedes those that it contains."""
         for node, wanted in zip(self._random_nodes, started, strict=False):
             while _STARTED.get(node, 0) < wanted:
                 _count_start(node)
@@ -232,7 +232,7 @@ def _count_start(dataset: Any) -> None:
 
 
 class _RandomPass(Pass):
-    """A pass over a data set that draws random numbers. Before it begins, its state is how many iterators were started over each random part."""
+    """A pass over a data set that draws random numbers. Before it begins, its state is the number of iterators that were started for each random part."""
 
     def __init__(self, data: Any, read: Callable[[Any], Triple]) -> None:
         self._data, self._read = data, read

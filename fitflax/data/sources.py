@@ -183,7 +183,7 @@ class Source(abc.ABC):
         return self.can_reread
 
     def catch_up(self, bookmark: Bookmark) -> bool:
-        """Starts as many iterators as the saved run had, unless its pass had begun. Returns whether it did, so that `reopen` need not."""
+        """Starts as many iterators as the saved run had, unless its pass had begun. Returns whether it did, so that `reopen` does not have to."""
         return False
 
 

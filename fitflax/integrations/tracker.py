@@ -50,7 +50,7 @@ class TrackerLogger(StepLogger):
 
     Args:
         tracker: The tracker to log to.
-        every: When to log values of training, in addition to the ends of epochs and of a loop without `fit`; by default every 50 steps.
+        every: When to log values of training, in addition to the end of each epoch and of a loop without `fit`; by default every 50 steps.
         sown: The collection whose sown values are logged; `None` for none.
         checkpoint: The run's `BestCheckpoint` or `ModelCheckpoint`, whose best or newest checkpoint is uploaded at the end. If it is in a bucket, only its URL
             is logged.

@@ -167,7 +167,7 @@ def find_checkpoint(session: Session, resume: Any, hooks: CallbackList) -> Saved
                 f'resume="{callback.directory}"; to start a new run, choose another directory, or pass overwrite=True to the callback, which replaces these '
                 "checkpoints."
             )
-    session.run_id = store.run_id() or session.run_id  # The checkpoints may have been deleted. The logs are still those of the run.
+    session.run_id = store.run_id() or session.run_id  # The checkpoints may have been deleted. The logs still belong to the run.
     return None
 
 

@@ -363,7 +363,7 @@ class SessionState:
         return dataclasses.replace(saved, train={**saved.train, "ema_params": averages}), target
 
     def _expected_shapes(self, batch: Batch | None) -> TrainState | None:
-        is_own = not self.is_serving or self._built_from is None  # Served averages may have other dtypes than the module's parameters.
+        is_own = not self.is_serving or self._built_from is None  # The dtypes of served averages may differ from the module's.
         if is_own and self.live is not None and self.live.is_intact and self._unchecked_source is None:
             shapes = cast(TrainState, shapes_in(self.live.borrow()))
             if self.is_serving and self._task.optimizer:

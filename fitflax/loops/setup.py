@@ -334,7 +334,7 @@ def _first_batch(
     may_change = progress.epoch_is_over or not (progress.epoch_is_open or callbacks.may_prefetch)
     # Reading the data twice would change data that draws random numbers. So it is read twice only in a resumed run, or if its order depends on the epoch.
     if may_change and (source.takes_epoch or saved is not None) and feed.can_reread:
-        # Callbacks may change the data in `on_epoch_end` or `on_epoch_begin`, so the run reads its first batch after that. This one only shows the shapes.
+        # Callbacks may change the data in `on_epoch_end` or `on_epoch_begin`, so the run reads its first batch after that. This one is only for the shapes.
         other = session.task.feeder.train(source, class_weight, Position(progress.position.passes))
         with undisturbed(), source.undisturbed(), contextlib.closing(other):
             fed = other.next()

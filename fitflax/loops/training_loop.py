@@ -418,7 +418,7 @@ class Run:
             return
         before = self._live.borrow()
         checkpoint = self._finish_epoch(is_whole=False)
-        if self.plan.is_fit:  # The consumer of another loop may end it in one process only.
+        if self.plan.is_fit:  # In other loops, the consumer may end the run in only one process.
             self._agreement.synchronize()
         after, step = self._live.borrow(), self._live.step
         if after is not before:

@@ -69,7 +69,7 @@ def locate(path: str | os.PathLike[str], *, owner: str, error: type[FitflaxError
 
 
 def absolute(location: Location) -> Location:
-    """Returns a location in a form that is equal for all spellings of a path. Symbolic links are not resolved.
+    """Returns a location in a form that is the same for all spellings of a path. Symbolic links are not resolved.
 
     >>> absolute(Path("runs/../runs/a")) == absolute(Path.cwd() / "runs/a")
     True

@@ -255,7 +255,7 @@ def test_a_longer_run_forgets_the_closing_best(total, shared_directory, trainer,
     assert not differences(directory_of(tmp_path / "run/best"), directory_of(tmp_path / "never/best"), "best/")
 
 
-def test_the_closing_best_lacks_what_callbacks_changed_at_the_end_of_the_partial_epoch(trainer, tmp_path):
+def test_the_closing_best_does_not_contain_changes_by_callbacks_at_the_end_of_the_partial_epoch(trainer, tmp_path):
     """A resume from it continues the epoch, and the callbacks change the state again at its end."""
     rate = trainer.learning_rate
 
@@ -345,7 +345,7 @@ def test_restored_parameters_do_not_affect_a_longer_run(trainer, tmp_path):
     assert not differences(state_of(trainer), uninterrupted)
 
 
-def test_with_a_smaller_keep_a_resumed_run_saves_only_values_that_are_better_than_those(trainer, tmp_path):
+def test_with_a_smaller_keep_a_resumed_run_saves_only_values_that_are_better_than_the_kept_ones(trainer, tmp_path):
     best_of(trainer, tmp_path, [1, 2, 3], "max", keep=3)
     best = BestCheckpoint(tmp_path, monitor="score", mode="max", keep=1)
     fit(trainer, scores(1, 2, 3, 2.5), best, epochs=4, resume=tmp_path)
@@ -377,7 +377,7 @@ def test_without_a_model_checkpoint_a_save_replaces_the_previous_best(trainer, t
 
 @pytest.mark.parametrize(("keep", "step"), [(1, 25), (2, 20)])
 def test_a_best_checkpoint_that_was_replaced_later_is_not_restored(keep, step, trainer, tmp_path):
-    """The run resumes from step 15, which remembers step 5 as the best, but does not reach the better steps again that replaced step 5."""
+    """The run resumes from step 15, which lists step 5 as the best, but does not rerun the better steps that replaced step 5."""
 
     def start(*values: float, **options: Any) -> BestCheckpoint:
         best = BestCheckpoint(tmp_path / "best", monitor="score", mode="min", keep=keep, restore_best=True)

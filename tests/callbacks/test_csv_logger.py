@@ -266,7 +266,7 @@ def test_appending_repairs_a_file_whose_last_line_is_incomplete_or_empty(text, r
     assert lines(tmp_path / "log.csv") == ["epoch,a,b", row, "0,3.0,4.0"]
 
 
-def test_appending_repairs_a_file_that_ends_inside_a_character(tmp_path):
+def test_appending_repairs_a_file_that_ends_in_the_middle_of_a_character(tmp_path):
     (tmp_path / "log.csv").write_bytes("epoch,a,b\n0,na\u00ef".encode()[:-1])
     write(CSVLogger(tmp_path / "log.csv", append=True), {"a": 3.0, "b": 4.0})
     assert lines(tmp_path / "log.csv") == ["epoch,a,b", "0,na,NA", "0,3.0,4.0"]

@@ -75,7 +75,7 @@ def test_a_new_run_replaces_the_file_or_appends_to_it(tmp_path):
 def test_an_incomplete_last_line_is_dropped(end, tmp_path):
     path = tmp_path / "log.jsonl"
     data = f'{{"epoch": 0, "loss": 1}}\n{{"epoch": 1, "{end}'.encode()
-    path.write_bytes(data if end.isascii() else data[:-1])  # May end inside a character.
+    path.write_bytes(data if end.isascii() else data[:-1])  # May end in the middle of a character.
     run(path, append=True)
     assert [row["epoch"] for row in rows_of(path)] == [0, 0]
 

@@ -194,7 +194,7 @@ def test_elapsed_time_excludes_the_consumer_of_the_loop(trainer, monkeypatch):
     ],
     ids=["loss", "metrics", "params_norm", "evaluation", "profile", "save"],
 )
-def test_elapsed_time_ends_when_the_step_is_first_waited_for(wait, trainer, monkeypatch):
+def test_elapsed_time_ends_at_the_first_wait_for_the_step(wait, trainer, monkeypatch):
     now, finished = [0.0], []
 
     def finish(self: StepValues) -> None:

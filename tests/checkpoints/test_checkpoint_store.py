@@ -210,7 +210,7 @@ def test_a_directory_that_another_run_claimed_but_never_saved_in_is_free(store, 
     assert store.run_id() == "b"
 
 
-def test_a_directory_remembers_that_its_run_has_saved_even_if_no_checkpoint_is_left(store, monkeypatch):
+def test_a_directory_records_that_its_run_has_saved_even_if_no_checkpoint_is_left(store, monkeypatch):
     assert not store.has_saved()
     save(store, 1)
     new_process(monkeypatch, "bbbb")

@@ -166,7 +166,7 @@ def test_a_repeated_shuffle_warns_that_its_order_cannot_be_repeated_in_a_later_p
     run(tmp_path / "second", make(), 6)
     with warned(f"The tf.data.Dataset repeats a part that draws random numbers, {NO_ORDER}", CANNOT_SEEK.format(BATCH)):
         run(tmp_path / "second", make(), 8)
-    callbacks = [LambdaCallback(on_epoch_begin=lambda epoch, logs: None)]  # A resume would read the shapes through an iterator of its own.
+    callbacks = [LambdaCallback(on_epoch_begin=lambda epoch, logs: None)]  # A resume would read the shapes from a separate iterator.
     for name, returns in (("end", lambda data: data), ("end of a function", lambda data: lambda: data)):
         run(tmp_path / name, returns(make()), 5, callbacks=callbacks)
         with warned(f"The tf.data.Dataset repeats a part that draws random numbers, {NO_ORDER}"):

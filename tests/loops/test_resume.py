@@ -593,7 +593,7 @@ def test_a_trigger_is_evaluated_at_the_last_step_as_at_any_other(steps, steps_pe
     assert counter.seen == [2, 4]
 
 
-def test_a_time_trigger_of_validation_continues_where_it_was_after_a_resume(tmp_path, monkeypatch):
+def test_a_time_trigger_of_validation_keeps_its_elapsed_time_after_a_resume(tmp_path, monkeypatch):
     validated: list[int] = []
     clock = SimpleNamespace(now=0.0)
     monkeypatch.setitem(Run.__init__.__kwdefaults__, "clock", lambda: clock.now)
@@ -651,7 +651,7 @@ def test_resume_auto_with_only_the_best_checkpoints_left_names_both_directories(
     assert not differences(state_of(resumed), state_of(uninterrupted))
 
 
-def test_best_checkpoints_are_not_replaced_if_those_of_the_run_are_gone(tmp_path):
+def test_best_checkpoints_are_not_replaced_if_those_of_the_run_were_deleted(tmp_path):
     def fit(steps: int, *, overwrite: bool = False) -> None:
         saving = [ModelCheckpoint(tmp_path / "checkpoints", keep=1), BestCheckpoint(tmp_path / "best", monitor="loss", overwrite=overwrite)]
         make_trainer().fit(TRAIN, batch_size=4, steps=steps, verbose=0, callbacks=saving, resume="auto")
@@ -1047,7 +1047,7 @@ def test_a_run_interrupted_before_its_pass_is_known_to_be_over_resumes_at_the_ne
     assert_equal(resumed, uninterrupted)
 
 
-def test_a_pass_over_shards_that_is_found_to_be_over_begins_the_next_one_for_all_of_them():
+def test_if_a_resumed_pass_over_shards_is_complete_all_shards_begin_the_next_one():
     progress = Progress(step=1, step_in_epoch=1, epoch_is_open=True, position=Position(0, 2), used=(2, 2))
     feeder = Feeder(Batcher, pad=True)
     feed = feeder.train(adapt(lambda: iter([np.ones(2)])), None, progress.position)

@@ -603,7 +603,7 @@ def test_a_run_that_died_before_its_first_checkpoint_starts_over_with_the_same_r
 
 
 def test_a_run_whose_checkpoints_were_removed_starts_over_with_another_run_id(tmp_path):
-    """Otherwise it would replace what it has in other directories, such as its best checkpoints."""
+    """Otherwise, it would replace its files in other directories, such as its best checkpoints."""
     with plain_loop(steps=2) as loop:
         ModelCheckpoint(tmp_path)(loop.run(2))
     run_id = CheckpointStore(tmp_path).run_id()

@@ -566,7 +566,7 @@ def test_frozen_parameters_compute_in_half_precision_and_are_stored_unchanged(op
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_frozen_parameters_that_compute_loss_changes_are_stored_and_others_keep_their_bits(precision):
+def test_frozen_parameters_that_compute_loss_changes_are_stored_and_others_are_bitwise_unchanged(precision):
     class Average(nnx.Variable): ...
 
     class Pair(nnx.Module):
@@ -595,7 +595,7 @@ def test_frozen_parameters_that_compute_loss_changes_are_stored_and_others_keep_
     assert np.any(average != average.astype(jnp.bfloat16))
 
 
-def test_averages_that_would_change_the_dtype_of_the_module_are_refused(tmp_path):
+def test_averages_that_would_change_the_dtype_of_the_module_are_rejected(tmp_path):
     model = nnx.Linear(4, 3, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
     trainer = make(model, ema_decay=0.5)
     fit(trainer)
