@@ -1482,7 +1482,7 @@ class Trainer:
         saved = split_frozen(self._session, saved)
         report = self._session.restore(saved, None, options)
         task, live = self._session.task, self._session.state.need("restore")
-        if options.starts_over or (task.is_compiled and task.any_program().eval_params.name_of(live.borrow()) is None):
+        if options.starts_over or (task.is_compiled and task.any_program().eval_params.function_of(live.borrow()) is None):
             warn_of_eval_params(saved)
         if not options.starts_over and task.described:
             warn_of_changes(saved, task.described, to_resume=False)

@@ -138,16 +138,17 @@ class Selection:
             raise DataError(f"Trainer(inputs=..., targets=...) selects columns that `{name}` does not have: {missing}.{hints}{described}")
         return selected
 
-    def has_targets(self, raw: Any) -> bool:
-        """Returns whether a batch is a dict whose targets are arrays with as many examples as the inputs."""
+    def split_with_targets(self, raw: Any) -> Triple | None:
+        """Returns `split(raw)` if the batch is a dict whose targets are arrays with as many examples as the inputs, else `None`."""
         keys = _flat_keys(self.targets)
         if not (hasattr(raw, "keys") and all(key in raw and all(hasattr(leaf, "shape") for leaf in jax.tree.leaves(raw[key])) for key in keys)):
-            return False
+            return None
         try:
-            count_examples(self.split(raw))
+            triple = self.split(raw)
+            count_examples(triple)
         except DataError:
-            return False
-        return True
+            return None
+        return triple
 
     def split(self, raw: Any, *, inputs_only: bool = False) -> Triple:
         """Returns the inputs, targets and weights of a raw batch.

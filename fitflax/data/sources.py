@@ -339,7 +339,8 @@ class OneShotSource(Source, Pass):
     def _split(self, raw: Any) -> Triple:
         # Targets are kept in `predict`, too, because another call may get the batch if it is pushed back.
         options, selection = self.options, self.options.selection
-        return selection.split(raw, inputs_only=options.inputs_only and not selection.has_targets(raw))
+        triple = selection.split_with_targets(raw) if options.inputs_only else None
+        return selection.split(raw, inputs_only=options.inputs_only) if triple is None else triple
 
     def push_back(self, triple: Triple) -> None:
         """Pushes back an unused batch, which becomes the next one."""

@@ -127,7 +127,7 @@ class SessionState:
         opt_state = self._strategy.put_at(fitted, self._place_optimizer(state, target))
         state = with_hyperparams(dataclasses.replace(state, opt_state=opt_state), self.hyperparams)
         warn_of_changes(saved, self._task.described, to_resume=False)
-        if self._task.any_program().eval_params.name_of(state) is None:
+        if self._task.any_program().eval_params.function_of(state) is None:
             warn_of_eval_params(saved)
         self._pending = None
         self._update(state)
