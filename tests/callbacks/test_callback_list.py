@@ -4,6 +4,7 @@ import pytest
 
 import fitflax
 from fitflax.callbacks import Callback, EarlyStopping
+from fitflax.callbacks.callback_list import CallbackList
 from fitflax.errors import CallbackError
 
 
@@ -30,3 +31,17 @@ def test_serial_closes_the_other_callbacks_if_one_cannot_be_closed():
 def test_a_callback_that_needs_a_trainer_is_rejected_immediately():
     with pytest.raises(CallbackError, match=r"EarlyStopping cannot be called with a checkpoint\. Pass it to fit"):
         fitflax.serial(EarlyStopping())
+
+
+def test_logs_are_uploaded_before_the_end_of_a_partial_epoch_is_written():
+    order = []
+
+    class Uploads(Callback):
+        def sync(self):
+            return lambda: order.append("uploaded")
+
+        def on_closing(self, checkpoint, epoch, logs):
+            order.append("closing")
+
+    CallbackList([Uploads()]).on_closing(None, 0, {})
+    assert order == ["uploaded", "closing"]

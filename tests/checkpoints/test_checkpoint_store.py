@@ -221,6 +221,17 @@ def test_a_directory_records_that_its_run_has_saved_even_if_no_checkpoint_is_lef
         assert (again.run_id(), again.has_saved()) == (run, has_saved)
 
 
+def test_a_directory_whose_record_is_of_an_earlier_version_has_saved_if_it_has_a_checkpoint(store, monkeypatch):
+    save(store, 1)
+    (store.directory / ".run.json").write_text('{"run_id": "a", "process": "aaaa"}', encoding="utf-8")
+    new_process(monkeypatch, "bbbb")
+    again = CheckpointStore(store.directory)
+    assert again.has_saved()
+    again.claim("a", overwrite=False)
+    shutil.rmtree(store.path(1))
+    assert again.has_saved()
+
+
 @pytest.mark.parametrize("noted", [True, False])
 def test_damaged_metadata_does_not_make_a_directory_free(store, monkeypatch, noted):
     save(store, 1)

@@ -667,6 +667,19 @@ def test_best_checkpoints_are_not_replaced_if_those_of_the_run_were_deleted(tmp_
     assert steps_in(tmp_path / "checkpoints") == [5]
 
 
+def test_a_run_whose_checkpoints_were_deleted_starts_over_under_its_id(tmp_path):
+    store = CheckpointStore(tmp_path)
+
+    def fit(steps: int) -> str | None:
+        make_trainer().fit(TRAIN, batch_size=4, steps=steps, verbose=0, callbacks=[ModelCheckpoint(tmp_path)], resume="auto")
+        return store.run_id()
+
+    run = fit(2)
+    for step in store.steps():
+        shutil.rmtree(store.path(step))
+    assert fit(1) == run and store.steps() == [1]
+
+
 def test_a_damaged_run_starts_over_although_its_callbacks_spell_their_directory_differently(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 

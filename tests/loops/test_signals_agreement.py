@@ -191,9 +191,10 @@ def test_a_run_that_all_processes_begin_together_replaces_other_stop_reasons_and
     monkeypatch.setattr(module, "exchange", lambda value, topic: [[0.0, "reason of 0"], value])
     monkeypatch.setattr(module, "Board", FakeBoard)
     monkeypatch.setattr(launch._Exit, "failure", "ValueError: caught")
+    monkeypatch.setattr(launch._Exit, "is_own", False)
     session: Any = SimpleNamespace(is_stopping=True, stop_reason="reason of 1", strategy=SimpleNamespace(num_processes=2, max_in_flight=1))
     module.make_agreement(session, 1, time.monotonic)
-    assert (session.is_stopping, session.stop_reason, launch._Exit.failure) == (True, "reason of 0", None)
+    assert (session.is_stopping, session.stop_reason, launch._Exit.failure, launch._Exit.is_own) == (True, "reason of 0", None, True)
 
 
 def test_processes_exchange_their_stop_reasons_after_a_partial_epoch_before_the_run_ends(monkeypatch):

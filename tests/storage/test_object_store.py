@@ -325,7 +325,8 @@ def test_a_loop_without_a_trainer_uploads_logs_before_each_checkpoint_and_at_its
 
 
 @in_memory
-def test_steps_continue_while_logs_are_uploaded_and_the_checkpoint_is_completed_after_them(where, monkeypatch):
+@pytest.mark.parametrize("name", ["board", "log.csv"])
+def test_steps_continue_while_logs_are_uploaded_and_the_checkpoint_is_completed_after_them(name, where, monkeypatch):
     is_released, write = threading.Event(), object_store.Bucket.write
 
     def write_slowly(self, key, data, **options):
@@ -340,12 +341,32 @@ def test_steps_continue_while_logs_are_uploaded_and_the_checkpoint_is_completed_
 
     monkeypatch.setattr(object_store.Bucket, "write", write_slowly)
     written, seen, trainer = record_writes(monkeypatch), [], make()
-    board = TensorBoard(f"{where.url}/logs/board", every=fitflax.every(steps=4))
+    url = f"{where.url}/logs/{name}"
+    logger = CSVLogger(url) if name == "log.csv" else TensorBoard(url, every=fitflax.every(steps=4))
     best = BestCheckpoint(f"{where.url}/best", monitor="loss")
-    fit(trainer, board, CSVLogger(f"{where.url}/logs/log.csv"), best, saver(where, every=fitflax.every(steps=4)), LambdaCallback(on_train_batch_end=release))
+    fit(trainer, logger, best, saver(where, every=fitflax.every(steps=4)), LambdaCallback(on_train_batch_end=release))
     assert seen == [[]] and where.store().steps()
     first = next(index for index, key in enumerate(written) if key.endswith("/metadata.json"))
-    assert {key.split("/logs/")[1].partition("/")[0] for key in written[:first] if "/logs/" in key} == {"board", "log.csv"}
+    assert {key.split("/logs/")[1].partition("/")[0] for key in written[:first] if "/logs/" in key} == {name}
+
+
+@in_memory
+def test_rows_that_are_added_during_an_upload_are_uploaded_together(where, monkeypatch):
+    is_released, write, log = threading.Event(), object_store.Bucket.write, CSVLogger(f"{where.url}/log.csv")
+
+    def write_slowly(self, key, data, **options):
+        assert is_released.wait(120)
+        return write(self, key, data, **options)
+
+    monkeypatch.setattr(object_store.Bucket, "write", write_slowly)
+    written = record_writes(monkeypatch)
+    for epoch in range(4):
+        log.on_epoch_end(epoch, {"loss": 0.5})
+    wait = log.sync()
+    is_released.set()
+    wait()
+    assert (where.place / "log.csv").read_bytes().count(b"\n") == 5 and len(written) <= 2
+    log.close()
 
 
 @in_memory
