@@ -53,7 +53,7 @@ def train(options):
         def on_train_begin(self, logs):
             if rank == 0:
                 with open(directory / "starts", "a") as starts:
-                    print(self.params["resumed_step"], file=starts)
+                    print(self.params["resumed_step"], jax.process_count(), file=starts)
 
         def on_train_batch_end(self, batch, logs):
             for number, (step, culprit, kind) in enumerate(options["faults"]):

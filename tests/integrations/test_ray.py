@@ -91,6 +91,11 @@ def workers(directory: pathlib.Path) -> list[int]:
     return found
 
 
+def starts_of(directory: pathlib.Path) -> list[tuple[str, int]]:
+    """Returns the step from which each group of workers trained, or "None", and the number of its workers."""
+    return [(step, int(count)) for step, count in map(str.split, (directory / "starts").read_text().splitlines())]
+
+
 def begin(cluster: RayCluster, directory: pathlib.Path, **options: Any) -> "subprocess.Popen[str]":
     given = {"directory": str(directory), "address": cluster.cluster.address, "faults": [], **options}
     env = {**os.environ, "JAX_PLATFORMS": "cpu"}
@@ -175,8 +180,7 @@ def test_a_run_resumes_with_more_workers_after_a_node_is_added(cluster, tmp_path
         run(cluster, tmp_path, lambda node: cluster.fill(), epochs=4, faults=[[14, 0, "wait"]], dropout=0, **options)
     finally:
         cluster.fill()
-    starts, pids = ((tmp_path / name).read_text().split() for name in ("starts", "pids"))
-    assert starts == ["None", "10"] and len(pids) == 1 + 2
+    assert starts_of(tmp_path) == [("None", 1), ("10", 2)]
     assert_close_to_one_process(tmp_path, epochs=4)
 
 
@@ -212,7 +216,7 @@ def test_a_preemption_notice_saves_the_current_step_and_the_run_resumes_elsewher
         run(cluster, tmp_path, drain, epochs=8, faults=[[9, 1, "mark"]], often=True, every=1000, max_failures=0)
     finally:
         cluster.kill_node(drained[0])
-    first, second = (tmp_path / "starts").read_text().split()
+    first, second = (step for step, _ in starts_of(tmp_path))
     assert first == "None" and 9 < int(second) < 64
     assert_same(tmp_path, uninterrupted)
 
@@ -235,7 +239,7 @@ def test_workers_train_on_their_shards_of_a_ray_dataset_and_resume_inside_a_pass
     # Two shards of 125 examples, each with 16 rows of a batch: 8 steps per epoch.
     assert rows["step"] == result["metrics"]["step"] == 32 and len(rows["loss"]) == 4
     assert rows["loss"][-1] < rows["loss"][0] / 2
-    first, *_, last = (tmp_path / "starts").read_text().split()
+    first, *_, last = (step for step, _ in starts_of(tmp_path))
     assert first == "None" and int(last) % 8 != 0
 
 

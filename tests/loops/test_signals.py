@@ -485,7 +485,7 @@ def test_a_handler_of_c_code_is_left_alone_and_the_run_warns(c_handler, fresh, t
     monkeypatch.setattr(signal, "signal", lambda number, handler: set_for.append(number) or real(number, handler))
     with pytest.warns(FitflaxWarning, match="SIGTERM will not save this run, because code that is not Python handles it"), pytest.raises(KeyboardInterrupt):
         fit(fresh, ModelCheckpoint(tmp_path), raising_signal(fresh, "on_train_batch_end", 3, signal.SIGINT))
-    assert set(set_for) == {signal.SIGINT} and steps_in(tmp_path) == [3]
+    assert signal.SIGINT in set_for and signal.SIGTERM not in set_for and steps_in(tmp_path) == [3]
 
 
 def test_a_warning_that_is_an_error_leaves_no_handler_behind(c_handler, fresh, tmp_path):
