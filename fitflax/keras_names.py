@@ -1,11 +1,12 @@
 """Argument names of Keras and other trainers, with hints that say what to use instead.
 
-A hint completes the sentence `NAME does not take ARGUMENT=; ...` and does not end with a period. The key `POSITIONAL` has the hint for calls with too many
-positional arguments.
+A hint completes the sentence `NAME does not take ARGUMENT=; ...` and does not end with a period. A hint that begins with `use OTHER=` or `pass OTHER=` is given
+only by functions that take OTHER. The key `POSITIONAL` has the hint for calls with too many positional arguments.
 """
 
 import functools
 import inspect
+import re
 from collections.abc import Callable, Mapping
 from typing import ParamSpec, TypeVar
 
@@ -16,14 +17,16 @@ R = TypeVar("R")
 
 POSITIONAL = "*"
 
+_OTHER = re.compile(r"(?:use|pass) (\w+)=")
+
 _USE_EVERY_STEPS = "use every= instead, such as every=every(steps=100)"
 _USE_EVERY_EPOCHS = "use every= instead, such as every=every(epochs=2)"
-_USE_BEST_CHECKPOINT = "use BestCheckpoint(directory, monitor=...) to keep the best checkpoints instead of the newest"
+_USE_BEST_CHECKPOINT = "use BestCheckpoint(directory, monitor=...), which keeps the best checkpoints instead of the newest"
 
 CALLBACKS = {
     "filepath": "pass a directory as the first argument, which will have a subdirectory for each checkpoint",
-    **dict.fromkeys(("log_dir", "dirpath"), "pass the directory as the first argument"),
-    "filename": "pass the path as the first argument",
+    **dict.fromkeys(("log_dir", "dirpath", "dir", "save_dir"), "use directory= instead"),
+    "filename": "use path= instead",
     **dict.fromkeys(("monitor", "save_best_only"), _USE_BEST_CHECKPOINT),
     "save_weights_only": "leave it out: checkpoints have everything that a resume needs, and restore(path, weights_only=True) restores only the weights",
     **dict.fromkeys(("save_freq", "update_freq", "every_n_steps", "every_n_train_steps", "log_freq"), _USE_EVERY_STEPS),
@@ -35,11 +38,10 @@ CALLBACKS = {
     "initial_value_threshold": "use BestCheckpoint(directory, monitor=..., initial_value=...) instead",
     **dict.fromkeys(("save_top_k", "max_to_keep"), "use keep= instead"),
     "profile_batch": "pass Profiler(directory, steps=(10, 20)) as another callback",
-    **dict.fromkeys(("dir", "save_dir"), "use directory= instead"),
     "project_name": "use project= instead",
     "experiment_name": "use experiment= instead",
     "run_name": "use name= instead",
-    "run_id": "start that run before fit, such as with mlflow.start_run(run_id=...); the logger uses the active run",
+    "run_id": "start that run before fit, with mlflow.start_run(run_id=...) or wandb.init(id=...); the logger uses the active run",
     "offline": "use mode='offline' instead",
     "resume": "pass fit(resume=...) instead, which also continues the run of a logger",
     "tags": "pass options={'tags': [...]} instead",
@@ -116,6 +118,7 @@ def with_hints(name: str, hints: Mapping[str, str], error: type[FitflaxError]) -
         parameters = inspect.signature(function).parameters
         if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
             return function
+        known = {argument: hint for argument, hint in hints.items() if (other := _OTHER.match(hint)) is None or other[1] in parameters}
         positional = [parameter.name for parameter in parameters.values() if parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
 
         @functools.wraps(function)
@@ -123,12 +126,12 @@ def with_hints(name: str, hints: Mapping[str, str], error: type[FitflaxError]) -
             for argument in kwargs:
                 if argument in parameters:
                     continue
-                if argument in hints:
-                    raise error(f"{name} does not take {argument}=; {hints[argument]}.")
+                if argument in known:
+                    raise error(f"{name} does not take {argument}=; {known[argument]}.")
                 raise TypeError(f"{name} does not take {argument}=.{did_you_mean(argument, parameters)}")
-            if len(args) > len(positional) and POSITIONAL in hints:
+            if len(args) > len(positional) and POSITIONAL in known:
                 taken = [each for each in positional if each != "self"] + ["..."] * (len(parameters) > len(positional))
-                raise error(f"{name}({', '.join(taken)}) takes no other positional arguments; {hints[POSITIONAL]}.")
+                raise error(f"{name}({', '.join(taken)}) takes no other positional arguments; {known[POSITIONAL]}.")
             return function(*args, **kwargs)
 
         return checked

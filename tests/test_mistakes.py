@@ -17,6 +17,7 @@ import pytest
 from flax import linen as nn
 
 import fitflax
+from fitflax import keras_names
 from fitflax.callbacks import BestCheckpoint, Callback, EarlyStopping, ModelCheckpoint
 from fitflax.errors import (
     CallbackError,
@@ -511,6 +512,20 @@ def test_a_mistake_has_a_message_that_says_what_to_do(mistake):
     with pytest.raises(error, match=pattern) as caught:
         make_it()
     assert len(str(caught.value)) < 1500 and "\n" not in str(caught.value)
+
+
+def test_hints_about_arguments_of_callbacks_name_only_arguments_that_exist():
+    kinds = [getattr(fitflax.callbacks, name) for name in fitflax.callbacks.__all__]
+    hinted = set()
+    for kind in [each for each in kinds if isinstance(each, type) and issubclass(each, Callback)] + [MLflowLogger, WandbLogger]:
+        parameters = inspect.signature(kind).parameters
+        for argument in {*keras_names.CALLBACKS} - {*parameters}:
+            with pytest.raises((CallbackError, TypeError)) as caught:
+                kind(**{argument: 1})
+            if hint := re.search(r"(?:use|pass) (\w+)=", str(caught.value)):
+                assert hint[1] in parameters, caught.value
+                hinted.add((kind.__name__, argument))
+    assert {("ModelCheckpoint", "every_n_epochs"), ("WandbLogger", "dir")} <= hinted
 
 
 def test_the_error_for_a_directory_of_another_run_names_it_and_the_three_options(tmp_path: pathlib.Path):

@@ -111,7 +111,7 @@ class Batcher:
             triple, form = self._check(triple)
             if form.real is not None:
                 return self._join_whole(triple, form, more)
-        triple = self._apply_class_weight(triple)
+        triple = self.apply_class_weight(triple)
         self._compare_once(tuple(triple))
         rows = len(jax.tree.leaves(triple.x)[0])
         size = self._size_for(rows)
@@ -177,12 +177,13 @@ class Batcher:
         num_real = sum(max(1, int(real.sum())) for real in reals)
         real = np.concatenate([*reals, *[np.zeros(len(reals[0]), bool)] * missing])
         local_triples = [*triples, *[triples[-1]] * missing][shards // count * index : shards // count * (index + 1)]
-        x, y, weights = self._apply_class_weight(Triple(*joined([(boxed(each.x), each.y, each.weights) for each in local_triples])))
+        x, y, weights = self.apply_class_weight(Triple(*joined([(boxed(each.x), each.y, each.weights) for each in local_triples])))
         mask = real.reshape(count, -1)[index]
         batch = Batch(x, y, full_mask(len(mask)) if mask.all() else mask, weights)
         return FedBatch(batch, num_real, Position(examples=num_real), size=len(real), real=real, is_counted=form.is_counted)
 
-    def _apply_class_weight(self, triple: Triple) -> Triple:
+    def apply_class_weight(self, triple: Triple) -> Triple:
+        """Returns rows with float32 weights, which include those of the classes."""
         x, y, weights = triple
         if weights is not None:  # Reading a JAX array would wait for the device.
             weights = weights.astype(jnp.float32) if isinstance(weights, jax.Array) else np.asarray(weights, np.float32)
@@ -201,7 +202,7 @@ class Batcher:
             rows: Rows of a batch.
             position: The position of the data before them.
         """
-        triple = self._apply_class_weight(triple)
+        triple = self.apply_class_weight(triple)
         self._compare_once(tuple(triple))
         count, (passes, seen) = len(jax.tree.leaves(triple.x)[0]), position
         rows = min(rows, count)

@@ -130,9 +130,9 @@ class OptunaPruning(MonitorCallback):
 def resume_trials(study: Any, objective: Callable[[Any], float | Sequence[float]]) -> list[int]:
     """Runs the trials of a study that a killed process left unfinished, with the same numbers and parameters.
 
-    Call it before `study.optimize`. The objective finds the trial's checkpoint by `trial.number`, for example with
-    `ModelCheckpoint(f"runs/trial-{trial.number}")` and `fit(resume="auto")`. No other process may use the study at that time, because its running trials
-    would be treated as unfinished.
+    Call it before `study.optimize`. The objective finds the trial's checkpoint by the study and `trial.number`, for example with
+    `ModelCheckpoint(f"runs/{trial.study.study_name}/trial-{trial.number}")` and `fit(resume="auto")`. No other process may use the study at that time,
+    because its running trials would be treated as unfinished.
 
     Args:
         study: The study, loaded from its storage.

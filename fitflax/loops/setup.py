@@ -163,7 +163,7 @@ def _prepare_state(
     if fed is not None:
         if callbacks.copies_state:
             Snapshots(live, components.saver).reserve()
-        _dry_run(session, feed.source, fed.batch, plan.keep, steps_per_call=steps)
+        _dry_run(session, feed, fed.batch, plan.keep, steps_per_call=steps)
         # The check traces the module, so it runs while the device computes the first step.
         during_first_step = functools.partial(check_activations, program, shapes_in(live.borrow()), fed.batch)
         resumed = Resumed() if saved is None else _resumed_values(session, program, saved)
@@ -214,7 +214,7 @@ def training_copy(
             copy.restore(saved, fed.batch, RestoreOptions(is_resume=True))
         elif copy.state.live is None:
             copy.state.build(fed.batch)
-        _dry_run(copy, source, fed.batch, keep)
+        _dry_run(copy, feed, fed.batch, keep)
         check_activations(copy.task.need_compiled(what), copy.state.need(what).borrow(), fed.batch)
         yield copy, feed
 
@@ -354,12 +354,12 @@ def _first_batch(
 # -- the first step --
 
 
-def _dry_run(session: Session, source: Source, batch: Batch, keep: Keep, *, steps_per_call: int = 1) -> None:
+def _dry_run(session: Session, feed: Feed, batch: Batch, keep: Keep, *, steps_per_call: int = 1) -> None:
     session.state.check_batch(batch)
     program, state = session.task.need_compiled("fit"), session.state.need("fit").borrow()
     program.preparation.train(state, batch, steps_per_call=steps_per_call, keep=keep)
     check_places(program, state)
-    check_in_memory(program, source, state, batch, pad=session.task.pad, train=True)
+    check_in_memory(program, feed.source, state, batch, pad=session.task.pad, train=True, batcher=feed.batcher)
 
 
 def _resumed_values(session: Session, program: Program, saved: Saved) -> Resumed:

@@ -5,10 +5,11 @@ Neither library is imported before the user has imported it.
 
 import abc
 import dataclasses
+import functools
 import inspect
 import sys
 from collections.abc import Mapping
-from typing import Any, ClassVar, Self, cast
+from typing import Any, ClassVar, Self, cast, get_type_hints
 
 import jax
 import jax.numpy as jnp
@@ -59,7 +60,13 @@ def adapt_clu(spec: Any) -> "dict[str, CluMetric] | CluMetric":
 
     if not issubclass(spec, clu.Collection):
         return adapt(spec, snake_case(spec.__name__))
-    return {key: adapt(kind, key) for key, kind in spec.__annotations__.items() if isinstance(kind, type) and issubclass(kind, clu.Metric)}
+    try:
+        kinds = get_type_hints(spec)
+    except NameError as error:
+        advice = "Define it without `from __future__ import annotations`."
+        raise MetricError(f"The annotations of {spec.__name__} cannot be evaluated: {error}. {advice}") from error
+    members = {key: kinds[key] for key in spec.__annotations__}  # Without those of `clu.Collection`.
+    return {key: adapt(kind, key) for key, kind in members.items() if isinstance(kind, type) and issubclass(kind, clu.Metric)}
 
 
 @struct.dataclass
@@ -86,6 +93,10 @@ class CluMetric(ForeignMetric):
     @override
     def merge(self, other: Self) -> Self:
         return dataclasses.replace(self, inner=self.inner.merge(other.inner))
+
+    def merge_part(self, other: Self) -> Self:
+        """Returns the metric over two parts of one batch; `merge` of `LastValue` would return the second one."""
+        return dataclasses.replace(self, inner=self.inner._reduce_merge(other.inner))
 
     @override
     def compute(self) -> Any:
@@ -195,17 +206,18 @@ class NNXAverage(ForeignMetric):
 
         metric = nnx.merge(self.graph, self.empty().inner)
         known: dict[str, Any] = {**_keywords(logged, outputs, targets), "mask": jnp.asarray(weights) != 0}
-        is_average = type(metric).update is nnx.metrics.Average.update
-        like = _logged_value(known, metric.argname, "the mean of") if is_average else targets
+        kind: Any = type(metric)
+        if kind.update is nnx.metrics.Average.update:
+            _logged_value(known, metric.argname, "the mean of")
         if hasattr(targets, "dtype") and jnp.issubdtype(targets.dtype, jnp.integer):
             known["labels"] = targets.astype(jnp.int32)
-        known["mask"] = mask = broadcast_weights(known["mask"], jnp.shape(like)) if hasattr(like, "shape") else known["mask"]
-        if is_average:  # `Average` multiplies by the mask, which keeps NaN.
-            known[metric.argname] = jnp.where(mask, like, 0)
+        object.__setattr__(metric, "__class__", _masked(kind))  # NNX would treat it as an attribute.
+        setattr(metric, _MASK, known["mask"])
         metric.update(**known)
+        delattr(metric, _MASK)
         added = nnx.to_pure_dict(nnx.split(metric)[1])
         if isinstance(metric, nnx.metrics.Accuracy):
-            added["total"] = added["total"] + _nan_if_counted(outputs, mask)
+            added["total"] = added["total"] + _nan_if_counted(outputs, known["mask"])
         return dataclasses.replace(self, inner=jax.tree.map(jnp.add, self.inner, added))
 
     @override
@@ -219,6 +231,27 @@ class NNXAverage(ForeignMetric):
         is_empty = jax.tree.reduce(jnp.logical_and, jax.tree.map(lambda total: jnp.all(total == 0), self.inner))
         inner = jax.tree.map(lambda total: jnp.where(is_empty, jnp.ones_like(total), total), self.inner)  # 0 / 0 would be NaN.
         return nan_unless(~is_empty, jnp.asarray(nnx.merge(self.graph, inner).compute(), jnp.float32))
+
+
+_MASK = "_mask_of_examples"
+
+
+@functools.cache
+def _masked(kind: Any) -> Any:
+    """Returns a subclass of a class of `nnx.metrics.Average`, in which `super().update` excludes padding for values of any shape `[batch, ...]`."""
+    from flax import nnx
+
+    class Masked(nnx.metrics.Average):
+        @override
+        def update(self, mask: Any = None, **known: Any) -> None:
+            if self.argname in known:  # If not, `Average` raises an error.
+                values, is_real = _with_mask(known[self.argname], getattr(self, _MASK))
+                mask = is_real if mask is None else is_real * broadcast_weights(mask, values.shape)
+                # `Average` multiplies by the mask, which keeps NaN.
+                known = {self.argname: jnp.where(mask != 0, values, 0)}
+            super().update(mask=mask, **known)
+
+    return Masked if kind is nnx.metrics.Average else type(kind.__name__, (kind, Masked), {})
 
 
 @struct.dataclass
@@ -244,9 +277,9 @@ class NNXWelford(ForeignMetric):
 
     @override
     def update_from(self, logged: Mapping[str, Any], outputs: Any, targets: Any, weights: Any) -> Self:
-        values = jnp.asarray(_logged_value(_keywords(logged, outputs, targets), self.argname, "computed from"), jnp.float32)
-        mask = broadcast_weights(jnp.asarray(weights) != 0, values.shape)
-        count = jnp.sum(mask.astype(jnp.float32))
+        values, mask = _with_mask(_logged_value(_keywords(logged, outputs, targets), self.argname, "computed from"), weights)
+        values = values.astype(jnp.float32)
+        count = jnp.sum(mask)
         mean = jnp.sum(jnp.where(mask, values, 0)) / jnp.maximum(count, 1)
         m2 = jnp.sum(jnp.where(mask, (values - mean) ** 2, 0))
         return self.merge(dataclasses.replace(self, count=count, mean=mean, m2=m2))
@@ -275,6 +308,13 @@ def _logged_value(known: Mapping[str, Any], name: str, role: str) -> Any:
     if name not in known:
         raise MetricError(f"It is {role} {name!r}, which is not available. Return it in aux of compute_loss, or use one of {sorted({*known, 'mask'})}.")
     return known[name]
+
+
+def _with_mask(values: Any, weights: Any) -> tuple[jax.Array, jax.Array]:
+    """Returns values `[batch, ...]` and their mask of the same shape, float32; a scalar becomes the value of each example."""
+    values, mask = jnp.asarray(values), jnp.asarray(weights) != 0
+    values = values if values.ndim else jnp.broadcast_to(values, mask.shape)
+    return values, broadcast_weights(mask, values.shape)
 
 
 def _nan_if_counted(outputs: jax.Array, mask: jax.Array) -> jax.Array:

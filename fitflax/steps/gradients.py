@@ -368,12 +368,15 @@ def split(batch: Batch, steps: int, strategy: Strategy) -> Batch:
 
 
 def merge_all(metrics: dict[str, Metric]) -> dict[str, Metric]:
-    """Returns metrics merged along the first axis of their leaves, in order."""
+    """Returns metrics over parts of one batch, merged along the first axis of their leaves, in order."""
     if jax.tree.leaves(metrics)[0].shape[0] == 1:
         return cast(dict[str, Metric], _entry(metrics, 0))
+
+    def merged(sums: dict[str, Any], share: dict[str, Any]) -> tuple[dict[str, Any], None]:
+        return {key: getattr(metric, "merge_part", metric.merge)(share[key]) for key, metric in sums.items()}, None
+
     # A loop compiles much faster than a chain of merges.
-    first, rest = _entry(metrics, 0), _entry(metrics, slice(1, None))
-    return cast(dict[str, Metric], jax.lax.scan(lambda sums, share: ({key: sums[key].merge(share[key]) for key in sums}, None), first, rest)[0])
+    return cast(dict[str, Metric], jax.lax.scan(merged, _entry(metrics, 0), _entry(metrics, slice(1, None)))[0])
 
 
 def _zero_sums(params: PyTree) -> PyTree:

@@ -129,8 +129,8 @@ class Objective:
             shape = (outputs if output is None else output.value).shape
             target = targets if output is None else output.targets(targets)
             where = "y" if output is None or target is targets else f"y[{output.path!r}]"
-            if weights is not None and np.shape(weights) == np.shape(target)[: np.ndim(weights)]:
-                target = np.asarray(target)[np.asarray(weights) != 0]
+            if weights is not None:
+                target = _with_weight(np.asarray(target), np.asarray(weights))
             if not np.size(target) or not shape:
                 continue
             low, high = np.min(target), np.max(target)
@@ -196,6 +196,16 @@ class _NamedLoss:
 
     def __repr__(self) -> str:
         return repr(self.name)
+
+
+def _with_weight(target: np.ndarray[Any, Any], weights: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Returns the labels whose weight is not 0, in one axis; all labels if the weights have other shapes, as for another output.
+
+    >>> _with_weight(np.array([[1, 2], [3, 4]]), np.array([[0.0], [1.0]])).tolist()
+    [3, 4]
+    """
+    fits = weights.ndim <= target.ndim and all(width in (1, length) for width, length in zip(weights.shape, target.shape, strict=False))
+    return target[np.broadcast_to((weights != 0).reshape(weights.shape + (1,) * (target.ndim - weights.ndim)), target.shape)] if fits else target
 
 
 def _map_spec(resolve: Callable[[Any], Any], spec: Any) -> Any:

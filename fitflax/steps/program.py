@@ -16,7 +16,8 @@ import numpy as np
 
 from fitflax.data import FedBatch, Source
 from fitflax.data.arrays import ArraySource
-from fitflax.data.batch import in_one_piece, leaf_paths
+from fitflax.data.batch import Triple, in_one_piece, leaf_paths
+from fitflax.data.padding import Batcher
 from fitflax.errors import LossError, ModelError, warn
 from fitflax.leaves import describe_shapes, listed
 from fitflax.logs import StepValues, Values
@@ -448,8 +449,8 @@ def check_total_weight(program: Program, name: str, values: Values) -> None:
         warn(f"The weights of all examples of {name!r} are 0, so weighted values such as {keys[0]!r} are NaN. Check sample_weight and class_weight.")
 
 
-def check_in_memory(program: Program, source: Source, state: TrainState, batch: Batch, *, pad: bool, train: bool) -> None:
-    """Checks in-memory data, given its first batch, before the first step, and warns about NaN and infinity."""
+def check_in_memory(program: Program, source: Source, state: TrainState, batch: Batch, *, pad: bool, train: bool, batcher: Batcher | None = None) -> None:
+    """Checks in-memory data, given its first batch, before the first step, and warns about NaN and infinity. `batcher` applies class weights."""
     if not isinstance(source, ArraySource) or source.batch_size is None or source.num_examples is None:
         return
     task, size = program.task, min(source.batch_size, source.num_examples)
@@ -466,7 +467,8 @@ def check_in_memory(program: Program, source: Source, state: TrainState, batch: 
                 _warn_of_bad_numbers(path, leaf)
     if task.uses_compiled_loss:
         outputs = program.dry_run.step_outputs(state, batch, train=train)
-        task.objective.check_labels(outputs.shapes, source.y, source.weights)
+        weights = source.weights if batcher is None else batcher.apply_class_weight(Triple(source.x, source.y, source.weights)).weights
+        task.objective.check_labels(outputs.shapes, source.y, weights)
 
 
 def _warn_of_bad_numbers(path: str, leaf: Any) -> None:

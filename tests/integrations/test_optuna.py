@@ -14,6 +14,7 @@ from fitflax.errors import CallbackError, ConfigError, MonitorError
 from fitflax.integrations.optuna import OptunaPruning, resume_trials
 from fitflax.parallel import launch
 from tests.integrations.servers import script_env
+from tests.test_docs import ROOT, blocks
 
 optuna = pytest.importorskip("optuna")
 pytestmark = pytest.mark.slow
@@ -86,6 +87,18 @@ def test_a_run_that_is_not_pruned_ends_normally(trainer, tmp_path):
     study.optimize(lambda trial: fit(trainer, OptunaPruning(trial))["val_loss"][-1], n_trials=1)
     (trial,) = study.trials
     assert trial.state.name == "COMPLETE" and trial.intermediate_values[3] == trial.value and len(trial.intermediate_values) == 4
+
+
+def test_trials_of_another_study_do_not_resume_those_of_the_first(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code = [block.code for block in blocks((ROOT / "docs/how-to/search-hyperparameters.md").read_text()) if block.language == "python"]
+    values = []
+    for name in ("rates", "other"):
+        scope = {}
+        for part in code[0], next(part for part in code if "import optuna" in part):
+            exec(part.replace('"rates"', f'"{name}"'), scope)
+        values += [trial.value for trial in scope["study"].trials[:2]]  # The pruner does not prune these.
+    assert len({*values}) == 4
 
 
 def test_a_value_that_was_already_reported_is_not_reported_again(trainer, tmp_path):

@@ -155,6 +155,16 @@ def test_case_6_class_weights_are_equivalent_to_sample_weights(labels):
     assert not np.array_equal(by_class.state.params["kernel"], unweighted.state.params["kernel"])
 
 
+def test_case_6_labels_of_class_weight_zero_may_be_outside_of_the_classes():
+    x, labels = np.eye(4, dtype=np.float32), np.array([0, 255, 2, 1])
+    some, whole = make(nn.Dense(3), "sparse_categorical_crossentropy"), make(nn.Dense(3), "sparse_categorical_crossentropy")
+    history = some.fit(x, labels, class_weight={255: 0}, batch_size=4, verbose=0).history
+    is_counted = labels != 255
+    assert history["loss"] == pytest.approx(whole.fit(x[is_counted], labels[is_counted], batch_size=3, verbose=0).history["loss"], rel=1e-5)
+    with pytest.raises(DataError, match="y holds labels from 1 to 255"):
+        some.fit(x, labels, class_weight={0: 0}, verbose=0)
+
+
 def test_case_6_labels_without_a_class_weight_have_weight_one():
     x, y = RNG.normal(size=(4, 4)).astype(np.float32), np.array([0, 1, 0, 2])
     some = make(nn.Dense(3), "sparse_categorical_crossentropy").fit(x, y, class_weight={1: 2.0}, verbose=0)

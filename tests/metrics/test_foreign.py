@@ -87,6 +87,27 @@ def test_classes_of_clu_can_be_used_as_metrics(clu, devices):
     assert history["loss"][0] == pytest.approx(history["mean_loss"][0])
 
 
+@pytest.mark.parametrize(("devices", "accumulate_steps"), [(1, 1), (4, 1), (1, 4), (2, 2)])
+def test_the_last_value_of_clu_is_the_mean_over_the_last_batch(clu, devices, accumulate_steps):
+    logits, labels = classes()
+    expected = float(optax.softmax_cross_entropy_with_integer_labels(logits, labels)[8:].mean())
+    trainer = make(devices=devices)
+    trainer.compile(optax.sgd(0.0), "sparse_categorical_crossentropy", [clu.LastValue.from_output("loss")], accumulate_steps=accumulate_steps)
+    history = trainer.fit(logits, labels, batch_size=4, shuffle=False, verbose=0).history
+    assert history["from_output"] == pytest.approx([expected], rel=1e-5)
+    assert trainer.evaluate(logits, labels, batch_size=4, verbose=0)["from_output"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_collection_of_clu_may_have_postponed_annotations(clu):
+    postponed = flax.struct.dataclass(type("Postponed", (clu.Collection,), {"__annotations__": {"hits": "Accuracy"}, "__module__": clu.__name__}))
+    logits, labels = classes()
+    hits = adapt_clu(postponed)["hits"].update(logits, labels.astype(np.int32), np.ones(ROWS))
+    assert hits.compute() == pytest.approx(np.mean(logits.argmax(-1) == labels))
+    unknown = type("Unknown", (clu.Collection,), {"__annotations__": {"hits": "Missing"}})
+    with pytest.raises(MetricError, match=r"annotations of Unknown cannot be evaluated: name 'Missing' is not defined\. Define it without `from __future__"):
+        make([unknown])
+
+
 def test_a_class_of_clu_may_be_passed_under_a_key(clu):
     logits, labels = classes()
     trainer = make({"acc": clu.Accuracy, "xent": clu.Average.from_output("loss")}, loss="sparse_categorical_crossentropy")

@@ -789,10 +789,41 @@ def test_nnx_metrics_see_logged_values_and_ignore_padding():
     class Custom(fitflax.Trainer):
         def compute_loss(self, model, batch, *, train):
             outputs = model(batch.x)
-            return optax.softmax_cross_entropy_with_integer_labels(outputs, batch.y), {"outputs": outputs, "size": batch.x.sum(axis=1)}
+            losses = optax.softmax_cross_entropy_with_integer_labels(outputs, batch.y)
+            return losses, {"outputs": outputs, "size": batch.x.sum(axis=1), "penalty": jnp.abs(batch.x).max()}
 
-    trainer = make(kind=Custom, metrics=[nnx.metrics.Average("size")])
-    assert trainer.evaluate(X, Y, batch_size=16, verbose=0)["mean_size"] == pytest.approx(X.sum(axis=1).mean(), rel=1e-5)
+    trainer = make(kind=Custom, metrics=[nnx.metrics.Average("size"), nnx.metrics.Average("penalty"), nnx.metrics.Welford("penalty")])
+    logged = trainer.evaluate(X, Y, batch_size=16, verbose=0)
+    assert logged["mean_size"] == pytest.approx(X.sum(axis=1).mean(), rel=1e-5)
+    assert logged["mean_penalty"] == pytest.approx(logged["penalty"]) == logged["welford_mean"]
+    assert logged["welford_standard_deviation"] > 0
+
+
+@pytest.mark.parametrize("place", ["one", "four"])
+def test_nnx_metrics_with_a_custom_update_exclude_padding(place: str):
+    class MAE(nnx.metrics.Average):
+        def update(self, *, logits, labels, mask=None, **_):
+            super().update(values=jnp.abs(logits - labels).mean(axis=-1), mask=mask)
+
+    class Elements(nnx.metrics.Average):
+        def update(self, *, logits, labels, **_):
+            super().update(values=jnp.abs(logits - labels))
+
+    class Positive(nnx.metrics.Average):
+        def update(self, *, logits, labels, **_):
+            super().update(values=jnp.abs(logits - labels)[:, 0], mask=labels[:, 0] > 0)
+
+    class Scalar(nnx.metrics.Average):
+        def update(self, *, loss, mask, **_):
+            assert mask.dtype == bool and mask.shape == loss.shape
+            super().update(values=2.0)
+
+    model, targets = nnx.Linear(4, 1, rngs=nnx.Rngs(0)), X[:11, :1] ** 3
+    trainer = make(model, place, loss="mse", metrics=[MAE(), Elements(), Positive(), Scalar()])
+    found = trainer.evaluate(X[:11], targets, batch_size=4, verbose=0)
+    errors = np.abs(np.asarray(model(X[:11])) - targets)
+    wanted = {"loss": (errors**2).mean(), "mae": errors.mean(), "elements": errors.mean(), "positive": errors[targets > 0].mean(), "scalar": 2.0}
+    assert found == pytest.approx(wanted, rel=1e-5)
 
 
 # -- a module for evaluation --

@@ -293,6 +293,15 @@ def test_labels_are_checked_for_each_output():
         objective.check_labels(shapes, {"a": np.array([0, 3]), "b": np.zeros((2, 3))})
 
 
+@pytest.mark.parametrize("weights", [np.array([[1], [0]]), np.array([[1, 1, 1], [0, 0, 0]]), np.array([1, 0])])
+def test_labels_of_weight_zero_are_not_checked(weights: Any):
+    objective = Objective("sparse_categorical_crossentropy")
+    shapes = jax.ShapeDtypeStruct((2, 3, 3), jnp.float32)
+    objective.check_labels(shapes, np.array([[0, 1, 2], [-1, 7, 0]]), weights)
+    with pytest.raises(DataError, match="y holds labels from -1 to 7"):
+        objective.check_labels(shapes, np.array([[-1, 7, 0], [0, 1, 2]]), weights)
+
+
 # -- through fit --
 
 X = np.arange(12, dtype=np.float32).reshape(6, 2)
