@@ -236,6 +236,12 @@ def test_a_resume_with_nothing_left_to_do_still_knows_the_closing_best(trainer, 
     assert steps_in(tmp_path / "best") == [5, 7]
 
 
+@pytest.mark.parametrize("steps", [3, 7])
+def test_a_resume_with_nothing_left_to_do_knows_the_direction_that_the_metric_declares(steps, trainer, tmp_path):
+    first, again = (run(trainer, tmp_path, steps, monitor="val_accuracy") for _ in range(2))
+    assert first.best is not None and (again.best, again.best_step) == (first.best, first.best_step)
+
+
 @pytest.mark.parametrize("shared_directory", [False, True])
 @pytest.mark.parametrize("total", [8, 13])
 def test_a_longer_run_forgets_the_closing_best(total, shared_directory, trainer, tmp_path):

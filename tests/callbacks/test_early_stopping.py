@@ -366,6 +366,21 @@ def test_the_best_averaged_parameters_are_restored_with_the_best_parameters():
     jax.tree.map(np.testing.assert_array_equal, (trainer.state.params, trainer.state.ema_params), kept[0])
 
 
+# --- A run that ends inside an epoch, or before its first step ---
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_a_finished_run_that_ended_inside_an_epoch_can_be_started_again_if_the_metric_declares_the_direction(steps, tmp_path):
+    def start():
+        stop = EarlyStopping("val_r2", patience=9)
+        options = {"batch_size": 4, "steps": steps, "validation_data": (X, Y), "resume": "auto", "verbose": 0}
+        make(["r2"]).fit(X, Y, callbacks=[stop, ModelCheckpoint(tmp_path)], **options)
+        return stop.state_dict()
+
+    first = start()
+    assert first["best"] is not None and start() == first
+
+
 # --- Several on one monitor ---
 
 
