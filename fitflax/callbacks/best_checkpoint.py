@@ -141,8 +141,8 @@ class BestCheckpoint(StoreCallback):
 
     @override
     def on_train_begin(self, logs: Mapping[str, Any]) -> None:
-        self._in_fit, self._failure_before = True, sys.exception()
         self._monitor.check_sets(self.params.get("validation_sets"))
+        self._in_fit, self._failure_before = True, sys.exception()
 
     @override
     def on_checkpoint(self, checkpoint: Checkpoint) -> None:
@@ -204,6 +204,8 @@ class BestCheckpoint(StoreCallback):
 
     @override
     def on_train_end(self, logs: Mapping[str, Any]) -> None:
+        if not self._in_fit:  # The run failed before `on_train_begin`.
+            return
         self._in_fit, failure_before, self._failure_before = False, self._failure_before, None
         if not self.restore_best:
             return

@@ -342,6 +342,16 @@ def test_with_several_processes_all_restore_the_best_step_of_process_0_unless_th
     assert np.array_equal(trainer.state.params["kernel"], CheckpointStore(tmp_path).restore(5).train["params"]["kernel"])
 
 
+def test_a_run_that_fails_before_its_first_step_does_not_restore_the_best_parameters_of_an_earlier_one(trainer, tmp_path):
+    best = BestCheckpoint(tmp_path, monitor="score", mode="max", restore_best=True)
+    fit(trainer, scores(1, 0), best, epochs=2)
+    fit(trainer)
+    last = state_of(trainer)
+    with pytest.raises(MonitorError, match="there is no validation data"):
+        fit(trainer, EarlyStopping("val_loss"), best)
+    assert not differences(state_of(trainer), last)
+
+
 def test_restored_parameters_do_not_affect_a_longer_run(trainer, tmp_path):
     run(trainer, tmp_path / "never", 13)
     uninterrupted = state_of(trainer)

@@ -381,6 +381,16 @@ def test_a_finished_run_that_ended_inside_an_epoch_can_be_started_again_if_the_m
     assert first["best"] is not None and start() == first
 
 
+def test_a_run_that_fails_before_its_first_step_does_not_restore_the_best_parameters_of_an_earlier_one():
+    trainer, stop = make(), EarlyStopping("loss", patience=9, restore_best=True)
+    trainer.fit(X, Y, epochs=2, callbacks=[stop], verbose=0)
+    trainer.fit(X, Y, epochs=2, verbose=0)
+    before = jax.device_get(trainer.state.params)
+    with pytest.raises(MonitorError, match="there is no validation data"):
+        trainer.fit(X, Y, callbacks=[EarlyStopping("val_loss"), stop], verbose=0)
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(trainer.state.params), before)
+
+
 # --- Several on one monitor ---
 
 
@@ -432,4 +442,5 @@ def test_a_resume_that_cannot_restore_the_best_epoch_warns_and_one_that_does_not
     run(tmp_path, 2, [stop(not restores)])
     with pytest.warns(FitflaxWarning, match=r"best epoch so far, 2: the resumed run had restore_best=False") if restores else contextlib.nullcontext():
         run(tmp_path, 3, [resumed := stop(restores)], begin=3, resume="auto")
-    assert (resumed.best_epoch, resumed.state_dict()["best_leaves"]) == (1, None)
+    saved = load_checkpoint(tmp_path / "step_00000003").run["callbacks"]["EarlyStopping(monitor='score')"]
+    assert resumed.best_epoch == 1 and saved["best_leaves"] is None
