@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import threading
 from typing import Any
 
 import jax
@@ -182,6 +183,40 @@ def test_the_best_of_the_newest_regular_checkpoint_is_kept_until_a_newer_one_is_
     resumed = start(8)
     assert (resumed.best, resumed.best_step) == (2, 8)
     assert 5 in steps_in(tmp_path / "best")
+
+
+def test_a_second_fit_keeps_the_best_of_the_newest_regular_checkpoint_until_a_newer_one_is_complete(trainer, tmp_path):
+    """A kill after step 15 would resume from step 10, which lists step 5 as the best."""
+    best, steps = BestCheckpoint(tmp_path / "best", monitor="score", mode="max", asynchronous=False), []
+    saving = ModelCheckpoint(tmp_path / "all", every=fitflax.every(epochs=2))
+    fit(trainer, scores(1, 0), best, saving, epochs=2)
+    fit(trainer, scores(2, 0), best, saving, LambdaCallback(on_epoch_begin=lambda epoch, logs: steps.append(steps_in(tmp_path / "best"))), epochs=2)
+    assert steps == [[5], [5, 15]] and steps_in(tmp_path / "best") == [15]
+
+
+def test_after_a_failed_save_the_run_is_saved_with_a_best_checkpoint_that_is_still_being_written(trainer, tmp_path, monkeypatch):
+    save, is_queued = CheckpointStore.save, threading.Event()
+    best = BestCheckpoint(tmp_path / "best", monitor="score", mode="min")
+
+    class Report(Callback):
+        phase = Phase.SAVE
+
+        def on_checkpoint(self, checkpoint: Any) -> None:
+            if checkpoint.step == 10:
+                is_queued.set()
+
+    def fail(epoch: int, logs: Any) -> None:
+        if epoch == 1:
+            best._saver.has_lost = True  # As after a save that failed with `on_save_error="warn"`.
+
+    def wait_and_save(self: CheckpointStore, *, step: int, **options: Any) -> Any:
+        assert self is not best.store or step != 10 or is_queued.wait(60)
+        return save(self, step=step, **options)
+
+    monkeypatch.setattr(CheckpointStore, "save", wait_and_save)
+    fit(trainer, scores(0.5, 0.3, 0.4), best, ModelCheckpoint(tmp_path / "all"), Report(), LambdaCallback(on_epoch_begin=fail), epochs=3)
+    states = CheckpointStore(tmp_path / "all").restore(10).run["callbacks"]
+    assert [state["kept"] for key, state in states.items() if key.startswith("BestCheckpoint")] == [[[0.3, 10]]]
 
 
 def test_a_callback_that_acts_after_saves_does_not_count_as_a_save(trainer, tmp_path):
