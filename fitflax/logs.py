@@ -208,10 +208,16 @@ def row_of(logs: Mapping[str, Any], *, only_recorded: bool) -> dict[str, Any]:
 
     If `only_recorded`, values that are too large to keep for each epoch are dropped.
     """
-    values = {**logs, **{key: value for key, value in getattr(logs, "earlier", {}).items() if key not in logs}}
-    if only_recorded and isinstance(logs, Logs):
-        values = {key: value for key, value in values.items() if logs.is_recorded(key)}
-    return values
+    row: dict[str, Any] = {}
+    for source in (logs, getattr(logs, "earlier", {})):
+        values = recorded(source) if only_recorded else source
+        row |= {key: value for key, value in values.items() if key not in row}
+    return row
+
+
+def recorded(logs: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the values that `History` and checkpoint metadata keep."""
+    return {key: value for key, value in logs.items() if not isinstance(logs, Logs) or logs.is_recorded(key)}
 
 
 class Logs(MutableMapping[str, Any]):
@@ -239,7 +245,7 @@ class Logs(MutableMapping[str, Any]):
         self._extra: dict[str, Any] = dict.fromkeys(values.keys) if values is not None else {}
         self._extra.update(extra or {})
         self.kinds: Mapping[str, Kind] = kinds or {}
-        self.earlier: Mapping[str, float] = {}
+        self.earlier: Mapping[str, Any] = {}
 
     def is_recorded(self, key: str) -> bool:
         """Returns whether `History` and checkpoint metadata keep a value."""

@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -128,11 +128,15 @@ class BestCheckpoint(StoreCallback):
     def _drop_failed_saves(self) -> None:
         """After a failed save, reads from disk which checkpoints are kept. An earlier one may be the best again."""
         if self._saver is not None and self._saver.has_lost:
-            self._reload()
+            # If the saver is busy and did not fail again, the save of a newer checkpoint may be queued.
+            self._reload([] if self._saver.failure is not None or self._saver.is_idle else self._kept)
 
-    def _reload(self) -> None:
+    def _reload(self, queued: Sequence[tuple[float, int]] = ()) -> None:
+        """Reads from disk which checkpoints are kept, and adds those of `queued` that are newer."""
         with contextlib.suppress(CheckpointError):  # The failed save has already reported that the disk is unavailable.
-            self._keep_best_of(self._on_disk())
+            on_disk = self._on_disk()
+            newest = max((step for _, step in on_disk), default=-1)
+            self._keep_best_of([*on_disk, *(entry for entry in queued if entry[1] > newest)])
 
     def _keep_best_of(self, entries: list[tuple[float, int]]) -> None:
         """Keeps the best of `entries` and of the one that is being saved."""
@@ -141,8 +145,9 @@ class BestCheckpoint(StoreCallback):
 
     @override
     def on_train_begin(self, logs: Mapping[str, Any]) -> None:
-        self._in_fit, self._failure_before = True, sys.exception()
         self._monitor.check_sets(self.params.get("validation_sets"))
+        self._in_fit, self._failure_before = True, sys.exception()
+        self._referenced = self._kept_steps if self._is_run_saved else set()  # The newest checkpoint of the run may be from an earlier `fit`.
 
     @override
     def on_checkpoint(self, checkpoint: Checkpoint) -> None:
@@ -204,6 +209,8 @@ class BestCheckpoint(StoreCallback):
 
     @override
     def on_train_end(self, logs: Mapping[str, Any]) -> None:
+        if not self._in_fit:  # The run failed before `on_train_begin`.
+            return
         self._in_fit, failure_before, self._failure_before = False, self._failure_before, None
         if not self.restore_best:
             return

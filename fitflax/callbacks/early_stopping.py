@@ -205,8 +205,9 @@ class EarlyStopping(MonitorCallback):
 
     @override
     def on_train_end(self, logs: Mapping[str, Any]) -> None:
-        if self.restore_best and self._best_leaves is not None and has_state(self.trainer):  # Otherwise, do not hide the error that ended the run.
-            params, model_state, averages = jax.tree.unflatten(jax.tree.structure(self._params_and_collections()), self._best_leaves)
+        leaves, self._best_leaves = self._best_leaves, None  # A later `fit` that fails before its first step must not restore them.
+        if self.restore_best and leaves is not None and has_state(self.trainer):  # Otherwise, do not hide the error that ended the run.
+            params, model_state, averages = jax.tree.unflatten(jax.tree.structure(self._params_and_collections()), leaves)
             self.trainer.replace_state(dataclasses.replace(self.trainer.state, params=params, model_state=model_state, ema_params=averages))
 
     @override

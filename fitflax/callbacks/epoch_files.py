@@ -53,6 +53,7 @@ class EpochFile(Callback):
         self._file: TextIO | None = None  # Open after the first row of a run.
         self._written: tuple[int, int, int] | None = None  # Device, inode and size after the last row.
         self._has_warned = False
+        self._dropped: list[Any] = []  # The rows after the checkpoint that the run resumed from.
         self._first_row = 0  # The index of this run's first row; earlier ones are of other runs.
         self._num_loaded = 0  # The rows that the resumed run had written before its checkpoint.
         # Only for a file in a bucket; the thread starts with its first row.
@@ -107,7 +108,7 @@ class EpochFile(Callback):
         # Without `append` the file is ignored, unless `load_state_dict` finds that this run wrote it.
         if not self.append:
             self._check_replaceable()
-        self._rows = self._read() if self.append else []
+        self._rows, self._dropped = self._read() if self.append else [], []
         self._first_row, self._has_warned, self._num_loaded = len(self._rows), False, 0
 
     def _check_replaceable(self) -> None:
@@ -121,7 +122,9 @@ class EpochFile(Callback):
 
     @override
     def on_epoch_end(self, epoch: int, logs: Logs) -> None:
-        row = self._row(epoch, getattr(getattr(self, "trainer", None), "step", 0), row_of(logs, only_recorded=False))
+        self._append(self._row(epoch, getattr(getattr(self, "trainer", None), "step", 0), row_of(logs, only_recorded=False)))
+
+    def _append(self, row: Any) -> None:
         self._rows.append(row)
         self._write(self._line(row))
 
@@ -149,6 +152,7 @@ class EpochFile(Callback):
             self._write(None)
 
     def _drop_after(self, count: int) -> None:
+        self._dropped = self._rows[count:]
         del self._rows[count:]
 
     @override
@@ -483,3 +487,10 @@ class JSONLogger(EpochFile):
     @override
     def _line(self, row: str) -> str:
         return row
+
+    @override
+    def load_closing(self, step: int, epoch: int, logs: Logs) -> None:
+        row = self._row(epoch, step, row_of(logs, only_recorded=False))
+        # The earlier process also wrote values that checkpoints do not keep, such as samples.
+        saved = json.loads(row).items()
+        self._append(next((line for line in self._dropped or self._read() if saved <= json.loads(line).items()), row))

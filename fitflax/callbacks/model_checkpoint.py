@@ -17,7 +17,7 @@ from fitflax.checkpoints.checkpoint_store import CheckpointStore
 from fitflax.checkpoints.save import save_run
 from fitflax.checkpoints.saver import Saver
 from fitflax.errors import CallbackError, CheckpointError, DirectoryInUseError, integer_of, warn
-from fitflax.logs import Logs
+from fitflax.logs import recorded
 from fitflax.parallel.placement import spans_processes
 from fitflax.parallel.processes import after_first
 from fitflax.storage import Location
@@ -239,5 +239,5 @@ class ModelCheckpoint(StoreCallback):
             checkpoint.run.saver.wait()
             if checkpoint.step not in self.store.steps():
                 return  # The save failed.
-            recorded = {key: value for key, value in logs.items() if not isinstance(logs, Logs) or logs.is_recorded(key)}
-            save_partial_epoch(self.store.path(checkpoint.step), {"epoch": epoch, "logs": recorded, "earlier": dict(getattr(logs, "earlier", {}))})
+            row = {"epoch": epoch, "logs": recorded(logs), "earlier": recorded(getattr(logs, "earlier", {}))}
+            save_partial_epoch(self.store.path(checkpoint.step), row)

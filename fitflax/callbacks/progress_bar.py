@@ -189,12 +189,12 @@ class ProgressBar(Callback):
 
     @override
     def on_train_end(self, logs: Mapping[str, Any]) -> None:
-        self._in_fit = False
+        has_begun, self._in_fit = self._in_fit, False
         self._close_bars()
         if self.trainer.stop_reason:
             self._line(f"Stopped at step {self.trainer.step}: {self.trainer.stop_reason}.")
         steps, spent = self.trainer.step - self._first_step, self.params.get("time_spent")
-        if steps and spent is not None:
+        if has_begun and steps and spent is not None:
             self._line(_summary(steps, spent))
         self.close()
 

@@ -209,8 +209,17 @@ def load_partial_epoch(directory: Location) -> dict[str, Any] | None:
     except (CheckpointError, KeyError):
         return None
     for name in ("logs", "earlier"):
-        row[name] = {key: np.asarray(value, np.float32) if isinstance(value, list) else value for key, value in row[name].items()}
+        row[name] = {key: _array_of(value) if isinstance(value, list) else value for key, value in row[name].items()}
     return row
+
+
+def _array_of(value: list[Any]) -> Any:
+    """Returns a list of floats as an array, because it was one. Other lists were logged by a user's callback."""
+    try:
+        array = np.asarray(value)
+    except ValueError:  # The rows have different lengths.
+        return value
+    return array.astype(np.float32) if array.dtype.kind == "f" else value
 
 
 # --- Reading by several processes ---

@@ -243,8 +243,16 @@ def _integer(value: Any) -> int | None:
 
 def _json_rows(path: Path) -> Iterator[dict[str, Any]]:
     try:
-        for line in path.read_text(encoding="utf-8").splitlines():
-            row = json.loads(line)
+        *lines, last = path.read_bytes().split(b"\n")
+        for number, line in enumerate([*lines, last]):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except ValueError:
+                if 0 < number == len(lines):
+                    return  # The last line may be incomplete, during a write or after a power failure.
+                raise
             if not isinstance(row, dict):
                 raise ValueError(f"not an object: {line[:60]!r}")
             yield row

@@ -22,7 +22,6 @@ from fitflax.data.shards import Shard, part_of_batch_size
 from fitflax.data.sources import SequenceSource
 from fitflax.errors import ConfigError, DirectoryInUseError, chain_of, is_integer, warn
 from fitflax.leaves import flat
-from fitflax.logs import Logs
 from fitflax.loops.evaluation_loop import Evaluation, Validation
 from fitflax.loops.session import Session
 from fitflax.loops.setup import find_saved
@@ -269,8 +268,8 @@ def _load_callbacks(hooks: CallbackList, saved: Saved, run: Run) -> None:
         for callback in hooks:
             callback.drop_closing()
     elif row is not None:
-        logs = Logs(extra=row["logs"])
-        logs.earlier = row["earlier"]
+        logs = run.logs_of(row["logs"])
+        logs.earlier = run.logs_of(row["earlier"])
         run.skip_epoch_end(logs)
         for callback in hooks:
             callback.load_closing(run.progress.step, row["epoch"], logs)

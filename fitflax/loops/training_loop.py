@@ -16,7 +16,7 @@ import jax
 from fitflax.checkpoints.checkpoint import Checkpoint, RunPosition, RunView, Timer
 from fitflax.data import FedBatch
 from fitflax.errors import ConfigError, integer_of
-from fitflax.logs import Logs
+from fitflax.logs import Logs, flat_name
 from fitflax.loops.evaluation_loop import Interrupted
 from fitflax.loops.setup import RunSetup
 from fitflax.loops.signals import make_agreement
@@ -142,6 +142,12 @@ class Run:
         """Skips the end of the open epoch because an earlier process ran it, with these logs."""
         self.epoch_logs = logs
         self._epoch_was_finished = True
+
+    def logs_of(self, values: Mapping[str, Any]) -> Logs:
+        """Returns saved values of training and validation as logs, with the kinds of their metrics."""
+        dry_run = self._program.dry_run
+        kinds = {flat_name(loop.name, key): kind for loop in self._validation.loops for key, kind in dry_run.eval_kinds.items()}
+        return Logs(extra=values, kinds={key: kind for key, kind in {**kinds, **dry_run.kinds}.items() if key in values})
 
     @property
     def seconds(self) -> float:
@@ -436,7 +442,7 @@ class Run:
         checkpoint = self._make_checkpoint(epoch_ends=True)
         if self._validation.at_epoch(self.progress.epoch) or (is_whole and self._validation_schedule.due(self._moment(epoch_ends=True))):
             checkpoint = self._validate(checkpoint)
-        checkpoint.logs.earlier = self._validated
+        checkpoint.logs.earlier = self.logs_of(self._validated)
         self.epoch_logs = checkpoint.logs
         if self.callbacks.has_hook("on_epoch_end"):
             with self._timer_paused():

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import threading
 from typing import Any
 
 import jax
@@ -184,6 +185,40 @@ def test_the_best_of_the_newest_regular_checkpoint_is_kept_until_a_newer_one_is_
     assert 5 in steps_in(tmp_path / "best")
 
 
+def test_a_second_fit_keeps_the_best_of_the_newest_regular_checkpoint_until_a_newer_one_is_complete(trainer, tmp_path):
+    """A kill after step 15 would resume from step 10, which lists step 5 as the best."""
+    best, steps = BestCheckpoint(tmp_path / "best", monitor="score", mode="max", asynchronous=False), []
+    saving = ModelCheckpoint(tmp_path / "all", every=fitflax.every(epochs=2))
+    fit(trainer, scores(1, 0), best, saving, epochs=2)
+    fit(trainer, scores(2, 0), best, saving, LambdaCallback(on_epoch_begin=lambda epoch, logs: steps.append(steps_in(tmp_path / "best"))), epochs=2)
+    assert steps == [[5], [5, 15]] and steps_in(tmp_path / "best") == [15]
+
+
+def test_after_a_failed_save_the_run_is_saved_with_a_best_checkpoint_that_is_still_being_written(trainer, tmp_path, monkeypatch):
+    save, is_queued = CheckpointStore.save, threading.Event()
+    best = BestCheckpoint(tmp_path / "best", monitor="score", mode="min")
+
+    class Report(Callback):
+        phase = Phase.SAVE
+
+        def on_checkpoint(self, checkpoint: Any) -> None:
+            if checkpoint.step == 10:
+                is_queued.set()
+
+    def fail(epoch: int, logs: Any) -> None:
+        if epoch == 1:
+            best._saver.has_lost = True  # As after a save that failed with `on_save_error="warn"`.
+
+    def wait_and_save(self: CheckpointStore, *, step: int, **options: Any) -> Any:
+        assert self is not best.store or step != 10 or is_queued.wait(60)
+        return save(self, step=step, **options)
+
+    monkeypatch.setattr(CheckpointStore, "save", wait_and_save)
+    fit(trainer, scores(0.5, 0.3, 0.4), best, ModelCheckpoint(tmp_path / "all"), Report(), LambdaCallback(on_epoch_begin=fail), epochs=3)
+    states = CheckpointStore(tmp_path / "all").restore(10).run["callbacks"]
+    assert [state["kept"] for key, state in states.items() if key.startswith("BestCheckpoint")] == [[[0.3, 10]]]
+
+
 def test_a_callback_that_acts_after_saves_does_not_count_as_a_save(trainer, tmp_path):
     """The newest regular checkpoint, of step 10, lists step 10 as the best, so it is kept although step 15 is better."""
 
@@ -234,6 +269,12 @@ def test_a_resume_with_nothing_left_to_do_still_knows_the_closing_best(trainer, 
     again = run(trainer, tmp_path, 7)
     assert (again.best, again.best_step) == (first.best, first.best_step)
     assert steps_in(tmp_path / "best") == [5, 7]
+
+
+@pytest.mark.parametrize("steps", [3, 7])
+def test_a_resume_with_nothing_left_to_do_knows_the_direction_that_the_metric_declares(steps, trainer, tmp_path):
+    first, again = (run(trainer, tmp_path, steps, monitor="val_accuracy") for _ in range(2))
+    assert first.best is not None and (again.best, again.best_step) == (first.best, first.best_step)
 
 
 @pytest.mark.parametrize("shared_directory", [False, True])
@@ -334,6 +375,16 @@ def test_with_several_processes_all_restore_the_best_step_of_process_0_unless_th
         fit(trainer, scores(1, 2), best, watch, epochs=2)
     assert asked == ([] if fails else [(10, "the best checkpoint")])
     assert np.array_equal(trainer.state.params["kernel"], CheckpointStore(tmp_path).restore(5).train["params"]["kernel"])
+
+
+def test_a_run_that_fails_before_its_first_step_does_not_restore_the_best_parameters_of_an_earlier_one(trainer, tmp_path):
+    best = BestCheckpoint(tmp_path, monitor="score", mode="max", restore_best=True)
+    fit(trainer, scores(1, 0), best, epochs=2)
+    fit(trainer)
+    last = state_of(trainer)
+    with pytest.raises(MonitorError, match="there is no validation data"):
+        fit(trainer, EarlyStopping("val_loss"), best)
+    assert not differences(state_of(trainer), last)
 
 
 def test_restored_parameters_do_not_affect_a_longer_run(trainer, tmp_path):

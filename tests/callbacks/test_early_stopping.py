@@ -366,6 +366,31 @@ def test_the_best_averaged_parameters_are_restored_with_the_best_parameters():
     jax.tree.map(np.testing.assert_array_equal, (trainer.state.params, trainer.state.ema_params), kept[0])
 
 
+# --- A run that ends inside an epoch, or before its first step ---
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_a_finished_run_that_ended_inside_an_epoch_can_be_started_again_if_the_metric_declares_the_direction(steps, tmp_path):
+    def start():
+        stop = EarlyStopping("val_r2", patience=9)
+        options = {"batch_size": 4, "steps": steps, "validation_data": (X, Y), "resume": "auto", "verbose": 0}
+        make(["r2"]).fit(X, Y, callbacks=[stop, ModelCheckpoint(tmp_path)], **options)
+        return stop.state_dict()
+
+    first = start()
+    assert first["best"] is not None and start() == first
+
+
+def test_a_run_that_fails_before_its_first_step_does_not_restore_the_best_parameters_of_an_earlier_one():
+    trainer, stop = make(), EarlyStopping("loss", patience=9, restore_best=True)
+    trainer.fit(X, Y, epochs=2, callbacks=[stop], verbose=0)
+    trainer.fit(X, Y, epochs=2, verbose=0)
+    before = jax.device_get(trainer.state.params)
+    with pytest.raises(MonitorError, match="there is no validation data"):
+        trainer.fit(X, Y, callbacks=[EarlyStopping("val_loss"), stop], verbose=0)
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(trainer.state.params), before)
+
+
 # --- Several on one monitor ---
 
 
@@ -417,4 +442,5 @@ def test_a_resume_that_cannot_restore_the_best_epoch_warns_and_one_that_does_not
     run(tmp_path, 2, [stop(not restores)])
     with pytest.warns(FitflaxWarning, match=r"best epoch so far, 2: the resumed run had restore_best=False") if restores else contextlib.nullcontext():
         run(tmp_path, 3, [resumed := stop(restores)], begin=3, resume="auto")
-    assert (resumed.best_epoch, resumed.state_dict()["best_leaves"]) == (1, None)
+    saved = load_checkpoint(tmp_path / "step_00000003").run["callbacks"]["EarlyStopping(monitor='score')"]
+    assert resumed.best_epoch == 1 and saved["best_leaves"] is None

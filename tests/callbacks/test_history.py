@@ -7,9 +7,10 @@ import optax
 import pytest
 
 import fitflax
-from fitflax.callbacks import LambdaCallback, ModelCheckpoint
+from fitflax.callbacks import JSONLogger, LambdaCallback, ModelCheckpoint
 from fitflax.checkpoints import CheckpointStore
 from fitflax.errors import ConfigError
+from fitflax.metrics import SampleCollector
 from fitflax.parallel import DataParallel
 
 RNG = np.random.default_rng(0)
@@ -140,3 +141,16 @@ def test_checkpoints_contain_the_rows_of_a_subclass_too(tmp_path):
     trainer.compile("sgd", "mse")
     trainer.fit(np.ones((4, 2), np.float32), np.ones((4, 1), np.float32), epochs=2, callbacks=[Mine(), ModelCheckpoint(tmp_path)], verbose=0)
     assert [row["epoch"] for row in CheckpointStore(tmp_path).restore().metadata["history"]] == [0, 1]
+
+
+def test_large_values_of_a_validation_inside_an_epoch_are_logged_but_not_recorded(tmp_path):
+    for steps in (7, 8):  # Step 7 is between the validation and the end of the second epoch.
+        callbacks = [JSONLogger(tmp_path / "log.jsonl"), ModelCheckpoint(tmp_path / "all")]
+        options = {"batch_size": 2, "steps": steps, "validation_data": (X, Y), "validation_freq": fitflax.every(steps=3), "resume": "auto", "verbose": 0}
+        history = make([SampleCollector(4)]).fit(X, Y, callbacks=callbacks, **options)
+        saved = CheckpointStore(tmp_path / "all").restore(steps)
+        rows = [*history.rows, *saved.metadata["history"]]
+        assert len(history.rows) == 2 and all(list(row["logs"]) == ["loss", "val_loss"] for row in rows)
+        assert all("val_samples" in line for line in (tmp_path / "log.jsonl").read_text().splitlines())
+        if steps == 7:
+            assert "samples" not in (saved.path / "closing.json").read_text()

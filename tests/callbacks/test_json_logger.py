@@ -11,6 +11,7 @@ import pytest
 import fitflax
 from fitflax.callbacks import CSVLogger, JSONLogger, LambdaCallback, ModelCheckpoint
 from fitflax.errors import CallbackError
+from fitflax.metrics import SampleCollector
 
 RNG = np.random.default_rng(0)
 X, Y = RNG.normal(size=(8, 4)).astype(np.float32), RNG.normal(size=(8, 3)).astype(np.float32)
@@ -60,6 +61,20 @@ def test_a_resumed_run_has_each_epoch_once(tmp_path):
     start("stopped", 8)
     start("never", 8)
     assert (tmp_path / "stopped" / "log.jsonl").read_text() == (tmp_path / "never" / "log.jsonl").read_text()
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_starting_a_finished_run_that_ended_inside_an_epoch_again_keeps_all_values_of_its_last_line(steps, tmp_path):
+    def start():
+        trainer = fitflax.Trainer(nn.Dense(3))
+        trainer.compile("sgd", "mse", [SampleCollector(2)])
+        add = LambdaCallback(on_epoch_end=lambda epoch, logs: logs.update(worst=["cat", "dog"], ids=[1, 2]))
+        callbacks = [add, JSONLogger(tmp_path / "log.jsonl"), ModelCheckpoint(tmp_path / "checkpoints")]
+        trainer.fit(X, Y, batch_size=4, steps=steps, callbacks=callbacks, resume="auto", verbose=0)
+        return (tmp_path / "log.jsonl").read_text()
+
+    first = start()
+    assert '"samples": [[' in first.splitlines()[-1] and start() == first
 
 
 def test_a_new_run_replaces_the_file_or_appends_to_it(tmp_path):

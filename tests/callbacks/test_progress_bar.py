@@ -265,6 +265,17 @@ def test_an_error_closes_the_bar():
     assert bar._bar is None and file.getvalue().endswith("\n")
 
 
+def test_a_run_that_fails_before_its_first_step_has_no_summary():
+    def fail(logs):
+        raise ArithmeticError
+
+    trainer, file = make(), io.StringIO()
+    fit(trainer=trainer, verbose=0)
+    with pytest.raises(ArithmeticError):
+        fit(ProgressBar(file=file), LambdaCallback(on_train_begin=fail), trainer=trainer)
+    assert "steps in" not in file.getvalue()
+
+
 def test_an_instance_can_be_used_twice():
     file, bar = io.StringIO(), None
     bar = ProgressBar(file=file)

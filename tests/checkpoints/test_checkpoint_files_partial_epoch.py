@@ -4,6 +4,7 @@ import json
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 
 from fitflax.checkpoints import json_documents
@@ -28,6 +29,15 @@ def test_a_row_round_trips_exactly(tmp_path):
 def test_a_nan_round_trips(tmp_path):
     save_partial_epoch(tmp_path, row_of(0, {"loss": math.nan}))
     assert math.isnan(load_partial_epoch(tmp_path)["logs"]["loss"])
+
+
+def test_arrays_and_the_lists_of_callbacks_round_trip(tmp_path):
+    lists = {"worst": ["cat"], "ragged": [[1], [1, 2]], "ids": [1, 2], "dicts": [{"a": 1}]}
+    save_partial_epoch(tmp_path, row_of(0, {**lists, "array": np.float32([1, math.nan])}))
+    logs = load_partial_epoch(tmp_path)["logs"]
+    array = logs.pop("array")
+    assert logs == lists and array.dtype == np.float32
+    np.testing.assert_array_equal(array, [1, math.nan])
 
 
 def test_nothing_is_loaded_without_a_file(tmp_path):

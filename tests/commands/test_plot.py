@@ -124,6 +124,12 @@ def test_epochs_of_json_lines_that_are_not_numbers_are_unknown(tmp_path):
     assert read_curves(tmp_path / "log.jsonl") == {"loss": [Point(2, None, 0.5), Point(3, None, 0.25)]}
 
 
+def test_an_incomplete_last_line_and_blank_lines_of_a_json_log_are_ignored(tmp_path):
+    lines = [json.dumps({"epoch": epoch, "step": 5 * epoch, "loss": 0.5, "note": "a\u2028b"}, ensure_ascii=False) for epoch in range(3)]
+    (tmp_path / "log.jsonl").write_bytes("\n\n".join(lines).encode()[:-3])
+    assert read_curves(tmp_path / "log.jsonl") == {"loss": [Point(0, 1, 0.5), Point(5, 2, 0.5)]}
+
+
 def test_inputs_that_cannot_be_plotted_are_one_clear_error(run, tmp_path, capsys):
     (tmp_path / "empty").mkdir()
     (tmp_path / "log.txt").write_text("nothing\n")
