@@ -582,6 +582,7 @@ class WorkerHere:
         directory.mkdir()
         screen = open_screen(directory / "screen")
         self.contender = CONTENDERS[who](real_or_dense(name), size, every=int(every), screen=screen, directory=directory)
+        self.answers = []
 
     def __enter__(self):
         return self
@@ -590,11 +591,17 @@ class WorkerHere:
         self.contender.screen.close()
 
     def read(self, seconds):
+        if self.answers:
+            return self.answers.pop(0)
         self.contender.train(1)
         return {"start_seconds": 1.0, "compilations": 2, "compile_seconds": 0.5, "device": "cpu"}
 
+    def send(self, do, **options):
+        self.answers.append(json.loads(json.dumps(carry_out(self.contender, {"do": do, **options}))))
+
     def ask(self, do, *, seconds, **options):
-        return json.loads(json.dumps(carry_out(self.contender, {"do": do, **options})))
+        self.send(do, **options)
+        return self.read(seconds)
 
     def finish(self):
         return {"peak_mb": 100.0, "device_peak_mb": None, "compilations": 3, "compile_seconds": 0.5}
@@ -605,6 +612,7 @@ class WorkerHere:
 def test_the_command_for_real_models_writes_a_section_for_the_device_and_ends_in_time(name, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(real, "Worker", WorkerHere)
     monkeypatch.setattr(real, "NAMES", (DENSE.name, *real.NAMES))
+    monkeypatch.setattr(real, "LOGGED", (DENSE.name, *real.LOGGED))
     monkeypatch.setattr(real, "workload_of", real_or_dense)
     monkeypatch.setattr(WorkerHere, "directory", tmp_path, raising=False)
     hours, take = [0], Snapshots.take
@@ -618,18 +626,23 @@ def test_the_command_for_real_models_writes_a_section_for_the_device_and_ends_in
     monkeypatch.setattr(real_contenders, "time", clock)
     path = tmp_path / "results.md"
     path.write_text("# Old\n\n## cpu\n\nold\n\n## NVIDIA H100\n\nkept\n", encoding="utf-8")
-    options = ["--gpu", "--size", "small", "--rounds", "5", "--steps", "1", "--every", "2", "--minutes", "0", "--write", str(path)]
+    options = ["--gpu", "--size", "small", "--rounds", "5", "--steps", "1", "--every", "2", "--epoch", "1", "--minutes", "0", "--write", str(path)]
     assert real.main([*options, "--workload", name, "gpt2_scan", "--json", str(tmp_path / "results.json")]) == 1
     (found,) = json.loads((tmp_path / "results.json").read_text(encoding="utf-8"))
     (one,) = found["rounds"]  # At least one, although there is no time.
-    assert {who: len(stretches) for who, stretches in one.items()} == dict.fromkeys(("hand", "fit", "hand validating", "everything"), 2)
+    is_logged = name in real.LOGGED
+    names = ("hand", "fit", "hand validating", "everything", *["loggers"] * is_logged)
+    assert {who: len(stretches) for who, stretches in one.items()} == dict.fromkeys(names, 2)
     assert all(stretch["seconds"] > 0 < stretch["host_seconds"] for stretches in one.values() for stretch in stretches)
     for stretch in one["everything"]:
         (pause,) = stretch["pauses"]
         assert pause > 3600  # Whichever callback makes the copy, its time is part of the pause.
+    if is_logged:
+        assert [stretch["steps"] for stretch in one["loggers"]] == [3, 3]
+        assert len((tmp_path / "fit+everything" / "log.csv").read_text(encoding="utf-8").splitlines()) == 1 + 3  # The header, and a row per epoch.
     text = path.read_text(encoding="utf-8")
     assert text.startswith(real.PREAMBLE) and re.findall("^## .*", text, re.MULTILINE) == ["## cpu", "## NVIDIA H100"] and "old" not in text
-    assert text.count(f"| {real_or_dense(name).about} |") == 2 and "Left out: gpt2_scan: there was no time." in text and text.endswith("kept\n")
+    assert text.count(f"| {real_or_dense(name).about} |") == 2 + is_logged and "Left out: gpt2_scan: there was no time." in text and text.endswith("kept\n")
     assert capsys.readouterr().out.strip() in text
 
 
@@ -644,14 +657,14 @@ def test_the_command_for_real_models_has_two_sets_of_defaults_and_writes_only_wh
 
 @pytest.mark.slow
 def test_real_models_are_measured_side_by_side(tmp_path, capsys):
-    options = ["--workload", "gpt2", "--size", "small", "--rounds", "1", "--steps", "4", "--every", "2"]
+    options = ["--workload", "gpt2", "--size", "small", "--rounds", "1", "--steps", "4", "--every", "2", "--epoch", "2"]
     real.main([*options, "--write", str(tmp_path / "results.md"), "--json", str(tmp_path / "results.json")])
     (found,) = json.loads((tmp_path / "results.json").read_text(encoding="utf-8"))
     assert found["starts"]["hand"]["compilations"] > 0 and found["flops"] > 1e6 and len(found["rounds"][0]["everything"]) == 2
     here = check_others(found)
     text = (tmp_path / "results.md").read_text(encoding="utf-8")
     assert "size small, up to 1 rounds of 4 steps" in text and capsys.readouterr().out.strip() in text
-    assert text.count("| GPT-2, 124M |") == 2 + len(here) and all(f"| GPT-2, 124M | {who} |" in text for who in here)
+    assert text.count("| GPT-2, 124M |") == 3 + len(here) and all(f"| GPT-2, 124M | {who} |" in text for who in here)
 
 
 # -- trials and ensembles --

@@ -21,7 +21,17 @@ from typing_extensions import override
 
 import fitflax
 from benchmarks.real.workloads import SEED, RealWorkload, diffuse, make_data, make_optimizer
-from fitflax.callbacks import BestCheckpoint, Callback, LambdaCallback, ModelCheckpoint, ProgressBar, TensorBoard
+from fitflax.callbacks import (
+    BestCheckpoint,
+    Callback,
+    CSVLogger,
+    EarlyStopping,
+    LambdaCallback,
+    ModelCheckpoint,
+    ProgressBar,
+    TensorBoard,
+    TerminateOnNaN,
+)
 from fitflax.callbacks.model_checkpoint import StoreCallback
 from fitflax.parallel import DataParallel
 
@@ -281,6 +291,11 @@ class Fit(Contender):
         self._trainer.compile(make_optimizer(self.workload), loss, ema_decay=self.workload.ema_decay)
         self._calls = 0
 
+    def _loggers(self) -> list[Callback]:
+        directory = self.directory
+        files = [TensorBoard(directory / "board-of-epochs"), CSVLogger(directory / "log.csv")]
+        return [*files, EarlyStopping("loss", patience=10**9), TerminateOnNaN(), ProgressBar(file=self.screen)]
+
     def _callbacks(self, monitor: str, pauses: dict[int, float]) -> list[Callback]:
         if not self._everything:
             return []
@@ -292,9 +307,10 @@ class Fit(Contender):
         return [saves, best, TensorBoard(directory / "board", every=every), ProgressBar(file=self.screen)]
 
     @override
-    def train(self, steps: int, *, validates: bool = False) -> Stretch:
+    def train(self, steps: int, *, validates: bool = False, epoch: int | None = None) -> Stretch:
+        """Runs the given number of steps; with `epoch`, in epochs of this number of steps, with callbacks that write logs or watch the loss, and a bar."""
         pauses, marks, ends = dict[int, float](), list[tuple[float, float]](), list[float]()
-        callbacks = self._callbacks("val_loss" if validates else "loss", pauses)
+        callbacks = self._callbacks("val_loss" if validates else "loss", pauses) if epoch is None else self._loggers()
 
         def begin(epoch: int, logs: Any) -> None:
             marks.append((time.perf_counter(), time.thread_time()))
@@ -308,7 +324,7 @@ class Fit(Contender):
             *(self.x, self.y),
             batch_size=self.batch,
             steps=steps,
-            steps_per_epoch=steps,
+            steps_per_epoch=epoch or steps,
             shuffle=False,
             verbose=0,
             log_every=LOG_EVERY,
