@@ -613,6 +613,7 @@ def test_the_command_for_real_models_writes_a_section_for_the_device_and_ends_in
     monkeypatch.setattr(real, "Worker", WorkerHere)
     monkeypatch.setattr(real, "NAMES", (DENSE.name, *real.NAMES))
     monkeypatch.setattr(real, "LOGGED", (DENSE.name, *real.LOGGED))
+    monkeypatch.setattr(real, "CALLED", (DENSE.name, *real.CALLED))
     monkeypatch.setattr(real, "workload_of", real_or_dense)
     monkeypatch.setattr(WorkerHere, "directory", tmp_path, raising=False)
     hours, take = [0], Snapshots.take
@@ -630,8 +631,8 @@ def test_the_command_for_real_models_writes_a_section_for_the_device_and_ends_in
     assert real.main([*options, "--workload", name, "gpt2_scan", "--json", str(tmp_path / "results.json")]) == 1
     (found,) = json.loads((tmp_path / "results.json").read_text(encoding="utf-8"))
     (one,) = found["rounds"]  # At least one, although there is no time.
-    is_logged = name in real.LOGGED
-    names = ("hand", "fit", "hand validating", "everything", *["loggers"] * is_logged)
+    is_logged, is_called = name in real.LOGGED, name in real.CALLED
+    names = ("hand", "fit", "hand validating", "everything", *["loggers"] * is_logged, *["single steps", "calls"] * is_called)
     assert {who: len(stretches) for who, stretches in one.items()} == dict.fromkeys(names, 2)
     assert all(stretch["seconds"] > 0 < stretch["host_seconds"] for stretches in one.values() for stretch in stretches)
     for stretch in one["everything"]:
@@ -640,10 +641,18 @@ def test_the_command_for_real_models_writes_a_section_for_the_device_and_ends_in
     if is_logged:
         assert [stretch["steps"] for stretch in one["loggers"]] == [3, 3]
         assert len((tmp_path / "fit+everything" / "log.csv").read_text(encoding="utf-8").splitlines()) == 1 + 3  # The header, and a row per epoch.
+    if is_called:
+        assert all(stretch["steps"] == real.CALLED_STEPS and stretch["loss"] > 0 for what in ("single steps", "calls") for stretch in one[what])
     text = path.read_text(encoding="utf-8")
+    assert (f"| {real_or_dense(name).about}, size small |" in text) == is_called
     assert text.startswith(real.PREAMBLE) and re.findall("^## .*", text, re.MULTILINE) == ["## cpu", "## NVIDIA H100"] and "old" not in text
     assert text.count(f"| {real_or_dense(name).about} |") == 2 + is_logged and "Left out: gpt2_scan: there was no time." in text and text.endswith("kept\n")
     assert capsys.readouterr().out.strip() in text
+
+
+def test_several_steps_per_call_are_measured_with_the_same_batches_and_on_a_cpu_at_size_small():
+    race = {size: real.Race(real_workload("resnet50"), real.parse(["--size", size, "--without", "everything", "loggers"])) for size in ("full", "cpu")}
+    assert race["full"]._variants() == {"fit8": ("fit8", "full")} and race["cpu"]._variants() == {"fit8": ("fit8", "small"), "fit1": ("fit", "small")}
 
 
 def test_the_command_for_real_models_has_two_sets_of_defaults_and_writes_only_whole_tables():

@@ -9,10 +9,11 @@
 The first two write their tables to benchmarks/RESULTS-real.md; sections of other devices stay. With `--workload` or `--size`, nothing is written without
 `--write`.
 
-Each contender is a process, started after the first step of the one before it. All but one sleep. A round is hand, fit, fit, hand, and then the same with a
-validation every `--every` steps and with saves, and with Keras and Lightning in place of `fit` if they have an equivalent model and are installed. For the
-models in `LOGGED`, a round begins with hand, fit, loggers, loggers, fit, hand: `loggers` is `fit` with TensorBoard, CSVLogger, EarlyStopping, TerminateOnNaN
-and ProgressBar, in three epochs of `--epoch` steps. Ratios are those of a round's sums of seconds per step.
+Each contender is a process, started after the first step of the one before it; variants of `fit` start simultaneously. In rounds, all but one sleep. A round is
+hand, fit, fit, hand, and then the same with a validation every `--every` steps and with saves, and with Keras and Lightning in place of `fit` if they have an
+equivalent model and are installed. For the models in `LOGGED`, a round begins with hand, fit, loggers, loggers, fit, hand: `loggers` is `fit` with TensorBoard,
+CSVLogger, EarlyStopping, TerminateOnNaN and ProgressBar, in three epochs of `--epoch` steps. For those in `CALLED`, `fit` with and without `steps_per_call=8`
+trains on the same batches from an iterator; on a CPU at size small. Ratios are those of a round's sums of seconds per step.
 
 `--minutes` limits the time: each workload has an equal part of what is left, runs at least one round, and starts other frameworks only if there is time. A
 workload is left out if less time is left than the fastest one needed until the end of its first round.
@@ -32,7 +33,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from benchmarks.real.contenders import OTHERS
-from benchmarks.real.workloads import NAMES, RealWorkload, workload_of
+from benchmarks.real.workloads import NAMES, RealWorkload, make_data, workload_of
 from benchmarks.run import Worker, WorkerError, machine, say
 
 RESULTS = pathlib.Path(__file__).resolve().parent.parent / "RESULTS-real.md"
@@ -41,6 +42,8 @@ SECONDS = 3600.0
 MODULE = "benchmarks.real.worker"
 MODELS = ("gpt2", "resnet50", "vit_b16", "unet")
 LOGGED: tuple[str, ...] = ("gpt2", "resnet50")
+CALLED: tuple[str, ...] = ("resnet50",)  # Its batches have 77 MB.
+CALLED_STEPS = 32
 # The defaults of the command, and those with `--gpu`.
 ON_CPU: dict[str, Any] = {"size": "cpu", "rounds": 3, "steps": 6, "every": 6, "epoch": 6}
 ON_GPU: dict[str, Any] = {"size": "full", "rounds": 5, "steps": 20, "every": 50, "epoch": 20, "without": ["evaluation", "warm"], "minutes": 7.2}
@@ -70,10 +73,16 @@ class Race:
         with ExitStack() as stack:
             workers: dict[str, Worker] = {}
             starts = self.found["starts"] = {}
-            for who in ("hand", "fit", *(("fit+everything",) if self._has("everything") or self._has_loggers else ())):
+            for who in ("hand", "fit"):
                 say(f"{self.workload.name}: {who} starts")
                 workers[who] = stack.enter_context(self._worker(who))
                 starts[who] = workers[who].read(SECONDS)
+            # Simultaneously, because their starts are not reported.
+            say(f"{self.workload.name}: the variants of fit start")
+            variants = {name: stack.enter_context(self._worker(who, size=size)) for name, (who, size) in self._variants().items()}
+            for name, worker in variants.items():
+                starts[name] = worker.read(SECONDS)
+            workers |= variants
             self._start_others(workers, stack)
             self.found["flops"] = workers["hand"].ask("flops", seconds=SECONDS)["flops"]
             self.found["matmul"] = workers["hand"].ask("matmul", steps={"small": 256, "cpu": 1024, "full": 8192}[self.options.size], seconds=SECONDS)["matmul"]
@@ -113,6 +122,19 @@ class Race:
     def _has_loggers(self) -> bool:
         return self._has("loggers") and self.workload.name in LOGGED
 
+    @property
+    def _has_calls(self) -> bool:
+        return self._has("calls") and self.workload.name in CALLED
+
+    def _variants(self) -> dict[str, tuple[str, str]]:
+        """Returns the contenders and sizes of the variants of `fit`."""
+        size = self.options.size
+        variants = {"fit+everything": ("fit+everything", size)} if self._has("everything") or self._has_loggers else {}
+        if self._has_calls:
+            called = _size_of_calls(size)
+            variants |= {"fit8": ("fit8", called)} | ({} if called == size else {"fit1": ("fit", called)})
+        return variants
+
     def _start_others(self, workers: dict[str, Worker], stack: ExitStack) -> None:
         """Starts the other frameworks, if there is time. One that is not installed is skipped."""
         for who in () if "others" in self.options.without else OTHERS.get(self.workload.name, ()):
@@ -127,8 +149,8 @@ class Race:
             except WorkerError as error:
                 say(f"{self.workload.name}: {who} is left out: {error}")
 
-    def _worker(self, who: str, environment: Mapping[str, str] | None = None) -> Worker:
-        arguments = (self.workload.name, self.options.size, "--every", str(self.options.every))
+    def _worker(self, who: str, environment: Mapping[str, str] | None = None, *, size: str | None = None) -> Worker:
+        arguments = (self.workload.name, size or self.options.size, "--every", str(self.options.every))
         return Worker(who, *arguments, module=MODULE, environment=environment or {})
 
     def _round(self, workers: Mapping[str, Worker]) -> dict[str, Any]:
@@ -138,6 +160,9 @@ class Race:
         if self._has("everything"):
             long = {"validates": True, "steps": max(self.options.steps, self.options.every)}  # At least one save.
             pairs.append([("hand validating", "hand", long), ("everything", "fit+everything", long)])
+        if self._has_calls:
+            calls = {"steps": CALLED_STEPS, "iterates": True}
+            pairs.append([("single steps", "fit1" if "fit1" in workers else "fit", calls), ("calls", "fit8", calls)])
         pairs += [[(f"hand beside {who}", "hand", {}), (who, who, {})] for who in ("keras", "lightning") if who in workers]
         answers: dict[str, list[Any]] = {}
         for pair in pairs:
@@ -159,6 +184,10 @@ class Race:
                     found[who] = worker.read(SECONDS)["start_seconds"]
                     worker.finish()
         return found
+
+
+def _size_of_calls(size: str) -> str:
+    return "small" if size == "cpu" else size  # On a CPU, convolutions inside a call are four times as slow.
 
 
 def _mean(answers: Sequence[Mapping[str, Any]], what: str = "seconds") -> float:
@@ -193,11 +222,14 @@ RESOURCES = (
 )
 # With TensorBoard, CSVLogger, EarlyStopping, TerminateOnNaN and ProgressBar.
 LOGGERS = ("model", "loggers / hand", "host ms/step, hand, loggers")
+# For `steps_per_call=8`.
+CALLS = ("model, batches of an iterator", "MB of a batch", "ms/step, single steps", "`steps_per_call=8` / single steps", "host ms/step, single steps, calls")
 # For other frameworks.
 FRAMEWORKS = ("model", "framework", "framework / hand", "`fit` / framework", "start to first step s", "peak MB", "loss of the last stretch, and `fit`'s")
 _BASES = {
     "fit": "hand",
     "loggers": "hand",
+    "calls": "single steps",
     "everything": "hand validating",
     "fit evaluate": "hand evaluate",
     "fit predict": "hand predict",
@@ -276,9 +308,19 @@ def table(results: Sequence[Mapping[str, Any]], options: argparse.Namespace) -> 
             for found in results
             if "loggers" in found["rounds"][0]
         ],
+        CALLS: [_calls(found) for found in results if "calls" in found["rounds"][0]],
         FRAMEWORKS: [row for found in results for row in _frameworks(found)],
     }
     return "\n".join([*lines, "", *memory, *(line for head, rows in more.items() if rows for line in ("", _row(head), _row(["---"] * len(head)), *rows))])
+
+
+def _calls(found: Mapping[str, Any]) -> str:
+    """Returns the row of several steps per call."""
+    workload, size = workload_of(found["workload"]), _size_of_calls(found["size"])
+    x, y = make_data(workload, size, 1)
+    single = statistics.median(_mean(one["single steps"]) for one in found["rounds"]) * 1e3
+    megabytes, host = (x.nbytes + y.nbytes) / 1e6, _host(found, "single steps", "calls")
+    return _row((f"{workload.about}, size {size}", f"{megabytes:.3g}", f"{single:.4g}", _spread(found, "calls"), host))
 
 
 def _frameworks(found: Mapping[str, Any]) -> list[str]:
@@ -313,7 +355,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, help="of a stretch")
     parser.add_argument("--every", type=int, help="steps between two validations and saves")
     parser.add_argument("--epoch", type=int, help="steps of an epoch with loggers")
-    parser.add_argument("--without", nargs="+", choices=("everything", "loggers", "evaluation", "warm", "others"), help="what is left out")
+    parser.add_argument("--without", nargs="+", choices=("everything", "loggers", "calls", "evaluation", "warm", "others"), help="what is left out")
     parser.add_argument("--minutes", type=float, help="when to end; by default, after all rounds")
     parser.add_argument("--json", type=pathlib.Path)
     parser.add_argument("--write", nargs="?", type=pathlib.Path, const=RESULTS)
