@@ -49,8 +49,11 @@ from fitflax.steps.live_state import LiveState
 LIMITS = {"save": 0.85, "restore": 0.7}
 MAX_EXTRA_MB = 64
 SNAPSHOT_SECONDS = 0.010  # beyond one copy
-# For `--pause`: the pause relative to a warm copy, extra memory relative to the state, and steps during a write relative to other steps.
-PAUSE_LIMITS = {"pause": 1.5, "memory": 1.1, "steps": 1.1}
+# For `--pause`: the pause relative to a warm copy; extra memory relative to the state; steps during a save, and while its copy is moved from a GPU to the host,
+# relative to other steps. On a GPU, the pause is limited in seconds.
+PAUSE_LIMITS = {"pause": 1.5, "memory": 1.1, "steps": 1.1, "moving": 1.02}
+PAUSE_ON_GPU = 0.020
+PAUSE_PEERS = {"orbax": 10, "flax": 2}  # With the maximum number of rounds. A save of flax takes about 10 s.
 MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of glibc's mallopt
 
 Tree = dict[str, dict[str, jax.Array]]
@@ -227,30 +230,44 @@ def pause_part(part: str, rounds: int, parent: pathlib.Path, quick: bool) -> dic
     return numbers
 
 
-def pause_rows(rounds: int, parent: pathlib.Path, quick: bool) -> list[dict[str, Any]]:
+def pause_rows(rounds: int, parent: pathlib.Path, quick: bool, peers: bool) -> list[dict[str, Any]]:
     """Returns the rows of the table of pauses: the measured quantity, its median, minimum and maximum, the reference, and the ratio."""
-    fit, loop = (pause_part(part, rounds, parent, quick) for part in ("fit", "pauses"))
-    warm, rows = statistics.median(loop["pauses"]["warm copy"]), []
+    alone, fit = (pause_part(part, rounds, parent, quick) for part in ("alone", "fitflax"))
+    others = {who: pause_part(who, min(rounds, most), parent, quick) for who, most in PAUSE_PEERS.items() if peers}
+    loop = pause_part("pauses", rounds, parent, quick)
+    warm, rows = loop["pauses"]["warm copy"], []
 
-    def add(what: str, values: list[float], base: float | None, limit: float | None = None) -> None:
+    def add(what: str, values: list[float], base: float | None = None, limit: float | None = None) -> None:
         ratio = None if not values or not base else statistics.median(values) / base
         verdict = "" if limit is None or ratio is None else "ok" if ratio <= limit else "over"
         rows.append({"what": what, "values": values, "ratio": ratio, "limit": limit, "verdict": verdict})
 
-    for who, values in loop["pauses"].items():
-        add(f"pause of {who}, s", values, warm, PAUSE_LIMITS["pause"] if who == "fitflax" else None)
-    add("CPU time of a pause of fitflax, s", loop["cpu"]["fitflax"], statistics.median(loop["cpu"]["warm copy"]))
-    worst = max(loop["pauses"]["fitflax"])
-    add("worst pause of fitflax, s, relative to the worst warm copy", [worst], max(loop["pauses"]["warm copy"]), PAUSE_LIMITS["pause"])
-    add("first pause of fitflax, s", [fit["first_pause"]], warm)
-    add("pause in fit, s, with waits for the previous save", fit["pauses"], warm)
-    add("step during a write, s", fit["beside"], statistics.median(fit["others"]) if fit["others"] else None, PAUSE_LIMITS["steps"])
-    add("other steps, s", fit["others"], None)
-    add("write in fit, s", fit["writes"], None)
-    add("write without training, s", loop["writes"], None)
-    if fit["extra_mb"] is not None:
-        add("extra memory in fit, MB, relative to the state", [fit["extra_mb"]], fit["megabytes"], PAUSE_LIMITS["memory"])
-        add("peak memory of fit, MB", [fit["peak_mb"]], None)
+    def median(values: list[float]) -> float | None:
+        return statistics.median(values) if values else None
+
+    is_on_gpu = loop["platform"] != "cpu"
+    base, worst_base, limit = (PAUSE_ON_GPU, PAUSE_ON_GPU, 1.0) if is_on_gpu else (median(warm), max(warm), PAUSE_LIMITS["pause"])
+    for who, values in {**loop["pauses"], **{who: numbers["pauses"] for who, numbers in others.items()}}.items():
+        add(f"pause of {who}, s", values, base, limit if who == "fitflax" else None)
+    add("CPU time of a pause of fitflax, s", loop["cpu"]["fitflax"], median(loop["cpu"]["warm copy"]))
+    add(f"worst pause of fitflax, s, relative to {'20 ms' if is_on_gpu else 'the worst warm copy'}", [max(loop["pauses"]["fitflax"])], worst_base, limit)
+    add("first pause of fitflax, s", [fit["first_pause"]], base)
+    add("pause in fit, s, with waits for the previous save", fit["pauses"], base)
+    add("save without training, s", loop["saves"])
+    for who, numbers in {"fitflax": fit, **others}.items():
+        limits = PAUSE_LIMITS if who == "fitflax" else {}
+        add(f"step during a save of {who}, s", numbers["during"], median(numbers["others"]), limits.get("steps"))
+        if numbers["transfers"]:
+            add(f"step during a transfer to the host of {who}, s", numbers["moving"], median(numbers["others"]), limits.get("moving"))
+            add(f"transfer to the host of {who}, s", numbers["transfers"])
+        add(f"other steps of {who}, s", numbers["others"])
+        add(f"save of {who} during training, s", numbers["saves"])
+        add(f"throughput of {who} during training, MB/s", [numbers["megabytes"] / seconds for seconds in numbers["saves"]])
+        for name, memory in (("peak_mb", "memory"), ("device_peak_mb", "memory of the device")):
+            if numbers[name] is not None:
+                bound = limits.get("memory") if name == "peak_mb" else None
+                add(f"extra {memory} of {who}, MB, relative to the state", [numbers[name] - alone[name]], numbers["megabytes"], bound)
+                add(f"peak {memory} of {who}, MB", [numbers[name]])
     return rows
 
 
@@ -341,7 +358,7 @@ def main(argv: list[str] | None = None) -> None:
         print_peak(options.peak, options.megabytes[0], options.arrays[0], options.directory)
         return
     if options.pause:
-        rows = pause_rows(options.rounds or 10, options.directory, options.quick)
+        rows = pause_rows(options.rounds or 10, options.directory, options.quick, not options.no_peers)
         finish(pause_table(rows), rows, options)
         return
     keep_no_memory()

@@ -1,12 +1,13 @@
-"""Measures how long an asynchronous save stops training, what steps during the write cost, and how much memory a save takes.
+"""Measures how long a save stops training, what steps during the save cost, and how much memory it takes.
 
 Each part is a separate process, started by `checkpoint.py --pause`, that prints its numbers as JSON. All train GPT-2 small's arrays (1.5 GB of float32,
-including Adam's moments) on a few tokens, and wait for each step, so that a pause does not include part of a step.
+including Adam's moments), on a few tokens or, on a GPU, on larger batches. They wait for each step, so that a pause does not include part of a step.
 
-* `fit`: `Trainer.fit` with a `ModelCheckpoint`. Steps during a write overlap with one; the others are between saves. Extra memory is how far the saves raise
-  the process's high-water mark above that of the steps before the first save.
-* `pauses`: in each round, fitflax saves, and later every array is copied into memory that was touched before, with a step before each. Then Orbax saves
-  asynchronously, and flax's msgpack is written synchronously, as flax does it.
+* `fitflax`, `orbax`, `flax`: `Trainer.fit` with a `ModelCheckpoint`, with Orbax's asynchronous checkpointer, or with flax's msgpack, which is written
+  synchronously, as flax does it. A save lasts from the beginning of its pause until the checkpoint is complete. The transfer is its first part, until all
+  arrays are on the host; on a CPU, it is part of the pause. Steps that do not overlap with a save are the others.
+* `alone`: the same without saves. Extra memory is how much higher the peak of another part is.
+* `pauses`: in each round, fitflax saves, and later every array is copied into memory that was touched before, with a step before each.
 """
 
 import argparse
@@ -15,6 +16,7 @@ import json
 import pathlib
 import shutil
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -29,7 +31,9 @@ from typing_extensions import override
 
 import fitflax
 from fitflax.callbacks import Callback, ModelCheckpoint
+from fitflax.checkpoints.plain_tree import leaves_of
 from fitflax.parallel import DataParallel
+from fitflax.triggers import Trigger
 
 
 class Size(NamedTuple):
@@ -45,6 +49,8 @@ class Size(NamedTuple):
 
 
 GPT2 = Size(vocabulary=50257, positions=1024, width=768, blocks=12, tokens=64, batch=2, steps=12)
+# A write takes 2 s, so a save is complete before the next one.
+ON_GPU = GPT2._replace(tokens=1024, batch=8, steps=60)
 QUICK = Size(vocabulary=97, positions=16, width=24, blocks=2, tokens=8, batch=2, steps=3)
 
 
@@ -79,6 +85,18 @@ def make_data(size: Size) -> tuple[np.ndarray, np.ndarray]:
     return tokens[:, :-1], tokens[:, 1:]
 
 
+def state_of(checkpoint: fitflax.Checkpoint) -> Any:
+    """Returns the arrays that are saved, once they are computed."""
+    state = checkpoint.run.borrow()
+    return jax.block_until_ready((state.params, state.opt_state))
+
+
+def device_peak() -> float | None:
+    """Returns the peak of the device's memory in MB, or `None` if the device does not report it."""
+    found = jax.devices()[0].memory_stats() or {}
+    return found["peak_bytes_in_use"] / 2**20 if "peak_bytes_in_use" in found else None
+
+
 def high_water() -> float | None:
     """Returns the peak memory of this process in MB, or `None` if the system is not Linux."""
     path = pathlib.Path("/proc/self/status")
@@ -92,31 +110,98 @@ def forget_high_water() -> None:
         path.write_text("5", encoding="ascii")
 
 
+class Save(NamedTuple):
+    """The times at which a save began, had moved all arrays from the device, and was complete."""
+
+    begin: float
+    moved: float
+    end: float
+
+
 class Saves(ModelCheckpoint):
-    """Measures its own pauses when the device is idle, and records when its writes begin and end."""
+    """Measures its own pauses when the device is idle, and records its saves."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.pauses: list[float] = []
         self.cpu: list[float] = []
-        self.writes: list[tuple[float, float]] = []
+        self.saves: list[Save] = []
+        self._begins: list[float] = []
         save = self.store.save
 
-        def timed(**options: Any) -> Any:
-            begin = time.perf_counter()
+        def timed(train: Any, **options: Any) -> Any:
+            begin = moved = self._begins[len(self.saves)]  # On a CPU, the pause has moved everything.
+            arrays = [leaf for leaf in leaves_of(train.tree) if isinstance(leaf, jax.Array)]
+            if arrays:
+                jax.block_until_ready(arrays)
+                moved = time.perf_counter()
             try:
-                return save(**options)
+                return save(train=train, **options)
             finally:
-                self.writes.append((begin, time.perf_counter()))
+                self.saves.append(Save(begin, moved, time.perf_counter()))
 
         self.store.save = timed  # type: ignore[method-assign]
 
     @override
     def on_checkpoint(self, checkpoint: fitflax.Checkpoint) -> None:
-        jax.block_until_ready(checkpoint.run.borrow())
+        state_of(checkpoint)
+        self._begins.append(time.perf_counter())
         seconds, cpu = timed(functools.partial(super().on_checkpoint, checkpoint))
         self.pauses.append(seconds)
         self.cpu.append(cpu)
+
+
+class PeerSaves(Callback):
+    """Saves with another library, after its previous save, and measures the same.
+
+    Args:
+        path: Where to save. Each checkpoint is deleted when it is complete.
+        every: When to save.
+        save: Saves the given state, and returns a function that waits for the rest of the save, or `None` if it is complete.
+    """
+
+    needs_gradients_norm = False
+
+    def __init__(self, path: pathlib.Path, every: Trigger, save: Callable[[pathlib.Path, Any], Callable[[], Any] | None]) -> None:
+        self.every = every
+        self.pauses: list[float] = []
+        self.saves: list[Save] = []
+        self._path, self._save = path, save
+        self._thread = threading.Thread()
+
+    @override
+    def on_checkpoint(self, checkpoint: fitflax.Checkpoint) -> None:
+        self._finish()
+        state, begin = state_of(checkpoint), time.perf_counter()
+        wait = self._save(self._path, state)
+        self.pauses.append(time.perf_counter() - begin)
+        if wait is None:
+            self._complete(begin)
+        else:
+            self._thread = threading.Thread(target=self._complete, args=(begin, wait))
+            self._thread.start()
+
+    def _complete(self, begin: float, wait: Callable[[], Any] = lambda: None) -> None:
+        wait()
+        self.saves.append(Save(begin, begin, time.perf_counter()))
+        shutil.rmtree(self._path) if self._path.is_dir() else self._path.unlink()
+
+    def _finish(self) -> None:
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    @override
+    def on_train_end(self, logs: Any) -> None:
+        self._finish()
+
+
+def flax_save(path: pathlib.Path, state: Any) -> None:
+    path.write_bytes(flax.serialization.to_bytes(state))
+
+
+def orbax_save(checkpointer: ocp.StandardCheckpointer, path: pathlib.Path, state: Any) -> Callable[[], Any]:
+    checkpointer.save(path, state)
+    return checkpointer.wait_until_finished
 
 
 class Steps(Callback):
@@ -140,29 +225,34 @@ class Steps(Callback):
         self.high_water.append(high_water())
 
 
-def fit(size: Size, rounds: int, directory: pathlib.Path) -> dict[str, Any]:
-    """Returns the seconds of steps, pauses and writes, and the extra memory of all saves in MB."""
-    saves = Saves(directory / "fit", every=fitflax.every(steps=size.steps), keep=1, save_last=False)
-    steps, trainer = Steps(), make_trainer(size)
-    trainer.fit(*make_data(size), batch_size=size.batch, steps=size.steps * (rounds + 2) - 1, callbacks=[saves, steps], verbose=0, shuffle=False)
-    # The first step compiles. The first save, and the steps after it, allocate the memory.
-    after_first = steps.steps[2 * size.steps - 1 :]
-    writes = saves.writes[1:]
-    beside = [end - begin for begin, end in after_first if any(begin < stop and start < end for start, stop in writes)]
-    others = [end - begin for begin, end in after_first if not any(begin < stop and start < end for start, stop in writes)]
+def fit(who: str, size: Size, rounds: int, directory: pathlib.Path) -> dict[str, Any]:
+    """Returns the seconds of steps, pauses and saves, and the peaks of memory in MB."""
+    every, steps, trainer = fitflax.every(steps=size.steps), Steps(), make_trainer(size)
+    saves: Saves | PeerSaves | None = None
+    with ocp.StandardCheckpointer() as checkpointer:
+        if who == "fitflax":
+            saves = Saves(directory / who, every=every, keep=1, save_last=False)
+        elif who != "alone":
+            saves = PeerSaves(directory / who, every, flax_save if who == "flax" else functools.partial(orbax_save, checkpointer))
+        count = size.steps * (rounds + 2) - 1 if saves else size.steps
+        trainer.fit(*make_data(size), batch_size=size.batch, steps=count, callbacks=[*filter(None, [saves]), steps], verbose=0, shuffle=False)
     state = trainer.state
     megabytes = sum(leaf.nbytes for leaf in jax.tree.leaves((state.params, state.opt_state))) / 2**20
-    peaks = steps.high_water
-    extra = None if peaks[0] is None or peaks[-1] is None else peaks[-1] - peaks[size.steps - 1]  # type: ignore[operator]
-    return {
-        "megabytes": megabytes,
+    found = {"megabytes": megabytes, "peak_mb": steps.high_water[-1], "device_peak_mb": device_peak()}
+    if saves is None:
+        return found
+    # The first step compiles. The first save, and the steps after it, allocate the memory.
+    after_first, later = steps.steps[2 * size.steps - 1 :], saves.saves[1:]
+    during = [step for step in after_first if any(step[0] < save.end and save.begin < step[1] for save in later)]
+    moving = [step for step in during if any(step[0] < save.moved and save.begin < step[1] for save in later)]
+    return found | {
         "first_pause": saves.pauses[0],
         "pauses": saves.pauses[1:],
-        "writes": [stop - start for start, stop in writes],
-        "beside": beside,
-        "others": others,
-        "extra_mb": extra,
-        "peak_mb": peaks[-1],
+        "saves": [save.end - save.begin for save in later],
+        "transfers": [save.moved - save.begin for save in later if save.moved > save.begin],
+        "during": [end - begin for begin, end in during],
+        "moving": [end - begin for begin, end in moving],
+        "others": [end - begin for begin, end in after_first if (begin, end) not in during],
     }
 
 
@@ -174,40 +264,28 @@ def timed(call: Callable[[], Any]) -> tuple[float, float]:
 
 
 def pauses(size: Size, rounds: int, directory: pathlib.Path) -> dict[str, Any]:
-    """Returns the pauses of each contender, in seconds."""
+    """Returns the pauses of fitflax, in seconds, the copies that they are compared with, and the device's platform."""
     trainer = make_trainer(size)
     saves = Saves(directory / "loop", keep=1)
-    found: dict[str, list[tuple[float, float]]] = {"warm copy": [], "orbax": [], "flax": []}
-    with trainer.train_loop(*make_data(size), batch_size=size.batch, steps=2 * rounds + 12, shuffle=False) as loop:
-
-        def state_of(checkpoint: fitflax.Checkpoint) -> Any:
-            state = checkpoint.run.borrow()
-            return jax.block_until_ready((state.params, state.opt_state))
-
+    copies: list[tuple[float, float]] = []
+    with trainer.train_loop(*make_data(size), batch_size=size.batch, steps=2 * rounds + 4, shuffle=False) as loop:
         arrays = [np.asarray(leaf) for leaf in jax.tree.leaves(state_of(next(loop)))]
         kept = [np.ones_like(array) for array in arrays]
         del arrays
         for _ in range(rounds + 1):  # The first save allocates the memory.
             checkpoint = next(loop)
-            state_of(checkpoint)
             saves(checkpoint)
             checkpoint.run.saver.wait()
             arrays = [np.asarray(leaf) for leaf in jax.tree.leaves(state_of(next(loop)))]
-            found["warm copy"].append(timed(functools.partial(copy_all, kept, arrays)))
+            copies.append(timed(functools.partial(copy_all, kept, arrays)))
             del arrays
-        del kept
-        for number in range(4):
-            state = state_of(next(loop))
-            with ocp.StandardCheckpointer() as checkpointer:
-                found["orbax"].append(timed(functools.partial(checkpointer.save, directory / f"orbax-{number}", state)))
-                checkpointer.wait_until_finished()
-            shutil.rmtree(directory / f"orbax-{number}")
-        for _ in range(2):
-            state = state_of(next(loop))
-            found["flax"].append(timed(lambda state=state: (directory / "flax").write_bytes(flax.serialization.to_bytes(state))))
-    found = {"fitflax": list(zip(saves.pauses, saves.cpu, strict=True))[1 : rounds + 1], **found, "warm copy": found["warm copy"][1:]}
-    seconds, cpu = ({who: [pair[index] for pair in pairs] for who, pairs in found.items()} for index in (0, 1))
-    return {"pauses": seconds, "cpu": cpu, "writes": [stop - start for start, stop in saves.writes[1 : rounds + 1]]}
+    seconds, cpu = ([pair[index] for pair in copies[1:]] for index in (0, 1))
+    return {
+        "pauses": {"fitflax": saves.pauses[1 : rounds + 1], "warm copy": seconds},
+        "cpu": {"fitflax": saves.cpu[1 : rounds + 1], "warm copy": cpu},
+        "saves": [save.end - save.begin for save in saves.saves[1 : rounds + 1]],
+        "platform": jax.default_backend(),
+    }
 
 
 def copy_all(targets: list[np.ndarray], arrays: list[np.ndarray]) -> None:
@@ -215,7 +293,7 @@ def copy_all(targets: list[np.ndarray], arrays: list[np.ndarray]) -> None:
         np.copyto(target, array)
 
 
-PARTS = {"fit": fit, "pauses": pauses}
+PARTS = {**{who: functools.partial(fit, who) for who in ("alone", "fitflax", "orbax", "flax")}, "pauses": pauses}
 
 
 def main() -> None:
@@ -226,7 +304,8 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.directory) as name:
-        print(json.dumps(PARTS[options.part](QUICK if options.quick else GPT2, options.rounds, pathlib.Path(name))))
+        size = QUICK if options.quick else GPT2 if jax.default_backend() == "cpu" else ON_GPU
+        print(json.dumps(PARTS[options.part](size, options.rounds, pathlib.Path(name))))
 
 
 if __name__ == "__main__":

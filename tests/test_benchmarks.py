@@ -9,6 +9,7 @@ import pathlib
 import re
 import subprocess
 import sys
+import threading
 import time
 import types
 
@@ -31,13 +32,17 @@ from benchmarks.real.workloads import make_data as make_real_data
 from benchmarks.real.workloads import workload_of as real_workload
 from benchmarks.worker import open_screen
 from benchmarks.workloads import initial, make_data, make_workload
+from fitflax.checkpoints import saver
+from fitflax.checkpoints.memory import DeviceRoom
 from fitflax.checkpoints.saver import Snapshots
+from fitflax.parallel import DataParallel
 
 pytestmark = pytest.mark.optimized
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 EXACT = ("jit", "pmap", "scan", "fit")
 WITH_NNX = ("fit_nnx", "nnx", "nnx_split")
 REAL_MODE = {"resnet50": {"train": False}}
+MEASURED_IN_FIT = (("step during a save", ", s"), ("other steps", ", s"), ("save", " during training, s"), ("throughput", " during training, MB/s"))
 TRAINED = tuple(name for name in workloads.NAMES if name != "digits")
 
 
@@ -317,13 +322,51 @@ def test_checkpoints_are_compared_with_the_disk(tmp_path, monkeypatch, capsys):
 @pytest.mark.slow
 def test_pauses_of_training_are_compared_with_a_copy(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(checkpoint, "pause_part", lambda part, rounds, parent, quick: pause.PARTS[part](pause.QUICK, rounds, parent))  # It starts processes.
-    checkpoint.main(["--pause", "--quick", "--rounds", "2", "--directory", str(tmp_path), "--json", str(tmp_path / "numbers.json")])
+    checkpoint.main(["--pause", "--quick", "--rounds", "3", "--directory", str(tmp_path), "--json", str(tmp_path / "numbers.json")])
     rows = {row["what"]: row for row in json.loads((tmp_path / "numbers.json").read_text(encoding="utf-8"))["results"]}
-    assert [len(rows[f"pause of {who}, s"]["values"]) for who in ("fitflax", "warm copy", "orbax", "flax")] == [2, 2, 4, 2]
+    rounds = {"fitflax": 3, "orbax": 3, "flax": 2}
+    assert [len(rows[f"pause of {who}, s"]["values"]) for who in ("warm copy", *rounds)] == [3, *rounds.values()]
     assert rows["pause of warm copy, s"]["ratio"] == 1 and rows["pause of fitflax, s"]["ratio"] > 0
-    assert len(rows["pause in fit, s, with waits for the previous save"]["values"]) == len(rows["write in fit, s"]["values"]) == 2
-    assert len(rows["step during a write, s"]["values"]) + len(rows["other steps, s"]["values"]) == 6
+    assert len(rows["pause in fit, s, with waits for the previous save"]["values"]) == len(rows["save without training, s"]["values"]) == 3
+    for who, number in rounds.items():
+        during, others, saves, rates = (rows[f"{what} of {who}{rest}"]["values"] for what, rest in MEASURED_IN_FIT)
+        assert len(during) + len(others) == 3 * number and len(saves) == len(rates) == number and min(rates) > 0, who
+        assert rows[f"peak memory of {who}, MB"]["values"][0] > 0 or sys.platform != "linux"
+    assert not rows["step during a save of flax, s"]["values"]  # It is synchronous.
+    assert not [what for what in rows if "transfer" in what or "the device" in what]  # A CPU has no other memory.
     assert capsys.readouterr().out.startswith("| what | median (lowest..highest) |")
+
+
+@pytest.mark.slow
+def test_steps_while_the_copy_of_a_save_is_moved_from_an_accelerator_are_measured_separately(tmp_path, monkeypatch):
+    monkeypatch.setattr(DataParallel, "is_on_host", False)  # As on a GPU that has room for a copy.
+    monkeypatch.setattr(saver, "may_share", lambda array: False)
+    monkeypatch.setattr(DeviceRoom, "has", lambda room, num_bytes, devices: True)
+    begun, save, begin, move = threading.Event(), pause.Saves.on_checkpoint, pause.Steps.on_train_batch_begin, saver.copy_to_host_memory
+    monkeypatch.setattr(pause.Saves, "on_checkpoint", lambda *arguments: (begun.clear(), save(*arguments)))
+    monkeypatch.setattr(pause.Steps, "on_train_batch_begin", lambda *arguments: (begin(*arguments), begun.set()))
+    monkeypatch.setattr(saver, "copy_to_host_memory", lambda arrays, **options: (not arrays or begun.wait(60)) and move(arrays, **options))
+    found = pause.fit("fitflax", pause.QUICK, 1, tmp_path)
+    assert len(found["transfers"]) == len(found["saves"]) == 1 and found["transfers"] < found["saves"]
+    assert found["moving"] and found["during"][: len(found["moving"])] == found["moving"] and len(found["during"]) + len(found["others"]) == 3
+
+
+def test_on_a_gpu_a_pause_is_compared_with_20_ms_and_the_memory_of_the_device_is_a_row(monkeypatch):
+    steps = {"during": [1.04, 1.0], "moving": [1.04], "others": [1.0], "transfers": [0.06], "saves": [2.0], "first_pause": 1.0, "pauses": [0.01]}
+    peaks = {"peak_mb": 3000.0, "device_peak_mb": 5000.0, "megabytes": 1000.0}
+    loop = {"pauses": {"fitflax": [0.01, 0.03, 0.01], "warm copy": [0.2]}, "cpu": {"fitflax": [0.01], "warm copy": [0.2]}, "saves": [1.0], "platform": "gpu"}
+    parts = {"alone": {"peak_mb": 2000.0, "device_peak_mb": 4000.0}, "fitflax": {**steps, **peaks}, "pauses": loop}
+    monkeypatch.setattr(checkpoint, "pause_part", lambda part, *arguments: parts[part])
+    rows = {row["what"]: row for row in checkpoint.pause_rows(3, pathlib.Path(), quick=True, peers=False)}
+    assert {what: row["verdict"] for what, row in rows.items() if row["verdict"]} == {
+        "pause of fitflax, s": "ok",
+        "worst pause of fitflax, s, relative to 20 ms": "over",
+        "step during a save of fitflax, s": "ok",
+        "step during a transfer to the host of fitflax, s": "over",
+        "extra memory of fitflax, MB, relative to the state": "ok",
+    }
+    assert rows["pause of fitflax, s"]["ratio"] == 0.5 and rows["throughput of fitflax during training, MB/s"]["values"] == [500]
+    assert rows["extra memory of the device of fitflax, MB, relative to the state"]["ratio"] == 1
 
 
 @pytest.mark.slow
@@ -539,6 +582,7 @@ class WorkerHere:
         directory.mkdir()
         screen = open_screen(directory / "screen")
         self.contender = CONTENDERS[who](real_or_dense(name), size, every=int(every), screen=screen, directory=directory)
+        self.answers = []
 
     def __enter__(self):
         return self
@@ -547,11 +591,17 @@ class WorkerHere:
         self.contender.screen.close()
 
     def read(self, seconds):
+        if self.answers:
+            return self.answers.pop(0)
         self.contender.train(1)
         return {"start_seconds": 1.0, "compilations": 2, "compile_seconds": 0.5, "device": "cpu"}
 
+    def send(self, do, **options):
+        self.answers.append(json.loads(json.dumps(carry_out(self.contender, {"do": do, **options}))))
+
     def ask(self, do, *, seconds, **options):
-        return json.loads(json.dumps(carry_out(self.contender, {"do": do, **options})))
+        self.send(do, **options)
+        return self.read(seconds)
 
     def finish(self):
         return {"peak_mb": 100.0, "device_peak_mb": None, "compilations": 3, "compile_seconds": 0.5}
@@ -562,6 +612,8 @@ class WorkerHere:
 def test_the_command_for_real_models_writes_a_section_for_the_device_and_ends_in_time(name, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(real, "Worker", WorkerHere)
     monkeypatch.setattr(real, "NAMES", (DENSE.name, *real.NAMES))
+    monkeypatch.setattr(real, "LOGGED", (DENSE.name, *real.LOGGED))
+    monkeypatch.setattr(real, "CALLED", (DENSE.name, *real.CALLED))
     monkeypatch.setattr(real, "workload_of", real_or_dense)
     monkeypatch.setattr(WorkerHere, "directory", tmp_path, raising=False)
     hours, take = [0], Snapshots.take
@@ -575,19 +627,32 @@ def test_the_command_for_real_models_writes_a_section_for_the_device_and_ends_in
     monkeypatch.setattr(real_contenders, "time", clock)
     path = tmp_path / "results.md"
     path.write_text("# Old\n\n## cpu\n\nold\n\n## NVIDIA H100\n\nkept\n", encoding="utf-8")
-    options = ["--gpu", "--size", "small", "--rounds", "5", "--steps", "1", "--every", "2", "--minutes", "0", "--write", str(path)]
+    options = ["--gpu", "--size", "small", "--rounds", "5", "--steps", "1", "--every", "2", "--epoch", "1", "--minutes", "0", "--write", str(path)]
     assert real.main([*options, "--workload", name, "gpt2_scan", "--json", str(tmp_path / "results.json")]) == 1
     (found,) = json.loads((tmp_path / "results.json").read_text(encoding="utf-8"))
     (one,) = found["rounds"]  # At least one, although there is no time.
-    assert {who: len(stretches) for who, stretches in one.items()} == dict.fromkeys(("hand", "fit", "hand validating", "everything"), 2)
+    is_logged, is_called = name in real.LOGGED, name in real.CALLED
+    names = ("hand", "fit", "hand validating", "everything", *["loggers"] * is_logged, *["single steps", "calls"] * is_called)
+    assert {who: len(stretches) for who, stretches in one.items()} == dict.fromkeys(names, 2)
     assert all(stretch["seconds"] > 0 < stretch["host_seconds"] for stretches in one.values() for stretch in stretches)
     for stretch in one["everything"]:
         (pause,) = stretch["pauses"]
         assert pause > 3600  # Whichever callback makes the copy, its time is part of the pause.
+    if is_logged:
+        assert [stretch["steps"] for stretch in one["loggers"]] == [3, 3]
+        assert len((tmp_path / "fit+everything" / "log.csv").read_text(encoding="utf-8").splitlines()) == 1 + 3  # The header, and a row per epoch.
+    if is_called:
+        assert all(stretch["steps"] == real.CALLED_STEPS and stretch["loss"] > 0 for what in ("single steps", "calls") for stretch in one[what])
     text = path.read_text(encoding="utf-8")
+    assert (f"| {real_or_dense(name).about}, size small |" in text) == is_called
     assert text.startswith(real.PREAMBLE) and re.findall("^## .*", text, re.MULTILINE) == ["## cpu", "## NVIDIA H100"] and "old" not in text
-    assert text.count(f"| {real_or_dense(name).about} |") == 2 and "Left out: gpt2_scan: there was no time." in text and text.endswith("kept\n")
+    assert text.count(f"| {real_or_dense(name).about} |") == 2 + is_logged and "Left out: gpt2_scan: there was no time." in text and text.endswith("kept\n")
     assert capsys.readouterr().out.strip() in text
+
+
+def test_several_steps_per_call_are_measured_with_the_same_batches_and_on_a_cpu_at_size_small():
+    race = {size: real.Race(real_workload("resnet50"), real.parse(["--size", size, "--without", "everything", "loggers"])) for size in ("full", "cpu")}
+    assert race["full"]._variants() == {"fit8": ("fit8", "full")} and race["cpu"]._variants() == {"fit8": ("fit8", "small"), "fit1": ("fit", "small")}
 
 
 def test_the_command_for_real_models_has_two_sets_of_defaults_and_writes_only_whole_tables():
@@ -601,14 +666,14 @@ def test_the_command_for_real_models_has_two_sets_of_defaults_and_writes_only_wh
 
 @pytest.mark.slow
 def test_real_models_are_measured_side_by_side(tmp_path, capsys):
-    options = ["--workload", "gpt2", "--size", "small", "--rounds", "1", "--steps", "4", "--every", "2"]
+    options = ["--workload", "gpt2", "--size", "small", "--rounds", "1", "--steps", "4", "--every", "2", "--epoch", "2"]
     real.main([*options, "--write", str(tmp_path / "results.md"), "--json", str(tmp_path / "results.json")])
     (found,) = json.loads((tmp_path / "results.json").read_text(encoding="utf-8"))
     assert found["starts"]["hand"]["compilations"] > 0 and found["flops"] > 1e6 and len(found["rounds"][0]["everything"]) == 2
     here = check_others(found)
     text = (tmp_path / "results.md").read_text(encoding="utf-8")
     assert "size small, up to 1 rounds of 4 steps" in text and capsys.readouterr().out.strip() in text
-    assert text.count("| GPT-2, 124M |") == 2 + len(here) and all(f"| GPT-2, 124M | {who} |" in text for who in here)
+    assert text.count("| GPT-2, 124M |") == 3 + len(here) and all(f"| GPT-2, 124M | {who} |" in text for who in here)
 
 
 # -- trials and ensembles --

@@ -9,7 +9,9 @@ import pytest
 
 import fitflax
 from fitflax.callbacks import Callback, LambdaCallback, ModelCheckpoint
+from fitflax.checkpoints import saver
 from fitflax.checkpoints.checkpoint import RunView
+from fitflax.checkpoints.memory import DeviceRoom
 from fitflax.logs import TimeSpent, Values
 from fitflax.loops.fit import find_checkpoint
 from fitflax.loops.session import Session
@@ -83,8 +85,8 @@ def test_steps_that_a_save_waits_for_do_not_count_as_saving(now, tmp_path, monke
     monkeypatch.setattr(live, "_LARGE_BYTES", 0)
     finish, calls = RunView.finish_steps, []
 
-    def slow(self):
-        finish(self)
+    def slow(self, **options):
+        finish(self, **options)
         assert all(leaf.is_ready() for leaf in jax.tree.leaves(self.borrow().params))
         now[0] += 5
         calls.append(self.position.moment.step)
@@ -92,6 +94,25 @@ def test_steps_that_a_save_waits_for_do_not_count_as_saving(now, tmp_path, monke
     monkeypatch.setattr(RunView, "finish_steps", slow)
     spent = fit((X, Y), ModelCheckpoint(tmp_path), epochs=2)
     assert calls[:2] == [1, 2] and spent.stepping == 5 * len(calls) and spent.seconds["saving"] == 0
+
+
+@pytest.mark.parametrize("state", ["small, on a CPU", "whole, on an accelerator", "split, on an accelerator with room for a copy"])
+def test_steps_that_a_synchronous_save_waits_for_do_not_count_as_saving_and_no_memory_is_reserved_for_a_copy(state, now, tmp_path, monkeypatch):
+    monkeypatch.setattr(DataParallel, "is_on_host", state.endswith("CPU"))
+    monkeypatch.setattr(live.LiveState, "snapshots_wait", state.startswith("split"))
+    monkeypatch.setattr(saver, "may_share", lambda array: False)
+    monkeypatch.setattr(DeviceRoom, "has", lambda room, num_bytes, devices: reserved.append(num_bytes) or True)
+    reserved, finished, wait = [], [], Values.wait
+
+    def slow(self):
+        wait(self)
+        finished.append(self)
+        now[0] += 5
+
+    monkeypatch.setattr(Values, "wait", slow)
+    monkeypatch.setattr(Values, "is_ready", property(lambda self: self in finished))
+    spent = fit((X, Y), ModelCheckpoint(tmp_path, every=fitflax.every(steps=1), asynchronous=False), epochs=1, batch_size=2)
+    assert (spent.seconds["saving"], spent.stepping, reserved) == (0, 10, [])
 
 
 def test_time_in_a_nested_block_is_not_counted_twice():

@@ -9,10 +9,14 @@
 The first two write their tables to benchmarks/RESULTS-real.md; sections of other devices stay. With `--workload` or `--size`, nothing is written without
 `--write`.
 
-Each contender is a process, started after the first step of the one before it. All but one sleep. A round is hand, fit, fit, hand, and then the same with a
-validation every `--every` steps and with saves, and with Keras and Lightning in place of `fit` if they have an equivalent model and are installed. Ratios are
-those of a round's sums. `--minutes` limits the time: each workload has an equal part of what is left, runs at least one round, and starts other frameworks only
-if there is time.
+Each contender is a process, started after the first step of the one before it; variants of `fit` start simultaneously. In rounds, all but one sleep. A round is
+hand, fit, fit, hand, and then the same with a validation every `--every` steps and with saves, and with Keras and Lightning in place of `fit` if they have an
+equivalent model and are installed. For the models in `LOGGED`, a round begins with hand, fit, loggers, loggers, fit, hand: `loggers` is `fit` with TensorBoard,
+CSVLogger, EarlyStopping, TerminateOnNaN and ProgressBar, in three epochs of `--epoch` steps. For those in `CALLED`, `fit` with and without `steps_per_call=8`
+trains on the same batches from an iterator; on a CPU at size small. Ratios are those of a round's sums of seconds per step.
+
+`--minutes` limits the time: each workload has an equal part of what is left, runs at least one round, and starts other frameworks only if there is time. A
+workload is left out if less time is left than the fastest one needed until the end of its first round.
 """
 
 import argparse
@@ -29,17 +33,20 @@ from contextlib import ExitStack
 from typing import Any
 
 from benchmarks.real.contenders import OTHERS
-from benchmarks.real.workloads import NAMES, RealWorkload, workload_of
+from benchmarks.real.workloads import NAMES, RealWorkload, make_data, workload_of
 from benchmarks.run import Worker, WorkerError, machine, say
 
 RESULTS = pathlib.Path(__file__).resolve().parent.parent / "RESULTS-real.md"
 PREAMBLE = "# Real models\n\nWritten by `python -m benchmarks.real`; its docstring describes the method. Ratios are relative to the hand-written loop.\n"
 SECONDS = 3600.0
 MODULE = "benchmarks.real.worker"
-MODELS = ("gpt2", "vit_b16", "resnet50", "unet")
+MODELS = ("gpt2", "resnet50", "vit_b16", "unet")
+LOGGED: tuple[str, ...] = ("gpt2", "resnet50")
+CALLED: tuple[str, ...] = ("resnet50",)  # Its batches have 77 MB.
+CALLED_STEPS = 32
 # The defaults of the command, and those with `--gpu`.
-ON_CPU: dict[str, Any] = {"size": "cpu", "rounds": 3, "steps": 6, "every": 6}
-ON_GPU: dict[str, Any] = {"size": "full", "rounds": 5, "steps": 20, "every": 50, "without": ["evaluation", "warm"], "minutes": 6.5}
+ON_CPU: dict[str, Any] = {"size": "cpu", "rounds": 3, "steps": 6, "every": 6, "epoch": 6}
+ON_GPU: dict[str, Any] = {"size": "full", "rounds": 5, "steps": 20, "every": 50, "epoch": 20, "without": ["evaluation", "warm"], "minutes": 7.2}
 
 
 class Race:
@@ -49,7 +56,12 @@ class Race:
         workload: The model.
         options: The options of the command line.
         seconds: The time for its rounds to end.
+
+    Attributes:
+        least: The seconds until the end of the first round.
     """
+
+    least = math.inf
 
     def __init__(self, workload: RealWorkload, options: argparse.Namespace, seconds: float = math.inf) -> None:
         self.workload, self.options, self._end = workload, options, time.monotonic() + seconds
@@ -57,21 +69,33 @@ class Race:
 
     def run(self) -> dict[str, Any]:
         """Returns all measurements."""
+        started = time.monotonic()
         with ExitStack() as stack:
             workers: dict[str, Worker] = {}
             starts = self.found["starts"] = {}
-            for who in ("hand", "fit", *(() if "everything" in self.options.without else ("fit+everything",))):
+            for who in ("hand", "fit"):
                 say(f"{self.workload.name}: {who} starts")
                 workers[who] = stack.enter_context(self._worker(who))
                 starts[who] = workers[who].read(SECONDS)
+            # Simultaneously, because their starts are not reported.
+            say(f"{self.workload.name}: the variants of fit start")
+            variants = {name: stack.enter_context(self._worker(who, size=size)) for name, (who, size) in self._variants().items()}
+            for name, worker in variants.items():
+                starts[name] = worker.read(SECONDS)
+            workers |= variants
             self._start_others(workers, stack)
             self.found["flops"] = workers["hand"].ask("flops", seconds=SECONDS)["flops"]
             self.found["matmul"] = workers["hand"].ask("matmul", steps={"small": 256, "cpu": 1024, "full": 8192}[self.options.size], seconds=SECONDS)["matmul"]
             for who in ("hand", "fit") if self._evaluates else ():
                 for do in ("evaluate", "predict"):
                     workers[who].ask(do, seconds=SECONDS)  # Compiles.
-            for who in ("hand", "fit+everything") if "fit+everything" in workers else ():
-                workers[who].ask("train", steps=self.options.every, validates=True, seconds=SECONDS)  # Compiles the validation, and saves for the first time.
+            # Compiles the validation, saves for the first time, and compiles the step that finds NaN; simultaneously, because it is not measured.
+            warming = [(who, {"steps": self.options.every, "validates": True}) for who in ("hand", "fit+everything") if self._has("everything")]
+            warming += [("fit+everything", {"steps": 1, "epoch": 1})] * self._has_loggers
+            for who, options in warming:
+                workers[who].send("train", **options)
+            for who, _ in warming:
+                workers[who].read(SECONDS)
             took = 0.0
             for number in range(self.options.rounds):
                 begin = time.monotonic()
@@ -79,6 +103,7 @@ class Race:
                     break
                 self.found["rounds"].append(self._round(workers))
                 took = time.monotonic() - begin
+                self.least = min(self.least, time.monotonic() - started)
                 say(f"{self.workload.name}: round {number + 1} of {self.options.rounds}: {_ratio(self.found, 'fit', -1):.3f}")
             self.found["ends"] = {who: worker.finish() for who, worker in workers.items()}
         if "warm" not in self.options.without:
@@ -86,9 +111,29 @@ class Race:
                 self.found["warm"] = self._warm_starts(cache)
         return self.found
 
+    def _has(self, what: str) -> bool:
+        return what not in self.options.without
+
     @property
     def _evaluates(self) -> bool:
-        return "evaluation" not in self.options.without
+        return self._has("evaluation")
+
+    @property
+    def _has_loggers(self) -> bool:
+        return self._has("loggers") and self.workload.name in LOGGED
+
+    @property
+    def _has_calls(self) -> bool:
+        return self._has("calls") and self.workload.name in CALLED
+
+    def _variants(self) -> dict[str, tuple[str, str]]:
+        """Returns the contenders and sizes of the variants of `fit`."""
+        size = self.options.size
+        variants = {"fit+everything": ("fit+everything", size)} if self._has("everything") or self._has_loggers else {}
+        if self._has_calls:
+            called = _size_of_calls(size)
+            variants |= {"fit8": ("fit8", called)} | ({} if called == size else {"fit1": ("fit", called)})
+        return variants
 
     def _start_others(self, workers: dict[str, Worker], stack: ExitStack) -> None:
         """Starts the other frameworks, if there is time. One that is not installed is skipped."""
@@ -104,20 +149,26 @@ class Race:
             except WorkerError as error:
                 say(f"{self.workload.name}: {who} is left out: {error}")
 
-    def _worker(self, who: str, environment: Mapping[str, str] | None = None) -> Worker:
-        arguments = (self.workload.name, self.options.size, "--every", str(self.options.every))
+    def _worker(self, who: str, environment: Mapping[str, str] | None = None, *, size: str | None = None) -> Worker:
+        arguments = (self.workload.name, size or self.options.size, "--every", str(self.options.every))
         return Worker(who, *arguments, module=MODULE, environment=environment or {})
 
     def _round(self, workers: Mapping[str, Worker]) -> dict[str, Any]:
         pairs: list[list[tuple[str, str, dict[str, Any]]]] = [[("hand", "hand", {}), ("fit", "fit", {})]]
-        if "fit+everything" in workers:
+        if self._has_loggers:
+            pairs[0].append(("loggers", "fit+everything", {"steps": 3 * self.options.epoch, "epoch": self.options.epoch}))
+        if self._has("everything"):
             long = {"validates": True, "steps": max(self.options.steps, self.options.every)}  # At least one save.
             pairs.append([("hand validating", "hand", long), ("everything", "fit+everything", long)])
+        if self._has_calls:
+            calls = {"steps": CALLED_STEPS, "iterates": True}
+            pairs.append([("single steps", "fit1" if "fit1" in workers else "fit", calls), ("calls", "fit8", calls)])
         pairs += [[(f"hand beside {who}", "hand", {}), (who, who, {})] for who in ("keras", "lightning") if who in workers]
         answers: dict[str, list[Any]] = {}
         for pair in pairs:
-            for name, who, options in [*pair, *reversed(pair)]:
-                answers.setdefault(name, []).append(workers[who].ask("train", seconds=SECONDS, **{"steps": self.options.steps, **options}))
+            for name, who, given in [*pair, *reversed(pair)]:
+                options = {"steps": self.options.steps, **given}
+                answers.setdefault(name, []).append(workers[who].ask("train", seconds=SECONDS, **options) | {"steps": options["steps"]})
         for do in ("evaluate", "predict") if self._evaluates else ():
             for who in ("hand", "fit", "fit", "hand"):
                 answers.setdefault(f"{who} {do}", []).append(workers[who].ask(do, seconds=SECONDS))
@@ -135,8 +186,13 @@ class Race:
         return found
 
 
-def _seconds(answers: Sequence[Mapping[str, Any]]) -> float:
-    return sum(answer["seconds"] for answer in answers)
+def _size_of_calls(size: str) -> str:
+    return "small" if size == "cpu" else size  # On a CPU, convolutions inside a call are four times as slow.
+
+
+def _mean(answers: Sequence[Mapping[str, Any]], what: str = "seconds") -> float:
+    """Returns the mean per step, or per evaluation or prediction."""
+    return statistics.mean(answer[what] / answer.get("steps", 1) for answer in answers)
 
 
 # The columns of the two tables.
@@ -164,10 +220,16 @@ RESOURCES = (
     "GFLOP/s",
     "MFU",
 )
+# With TensorBoard, CSVLogger, EarlyStopping, TerminateOnNaN and ProgressBar.
+LOGGERS = ("model", "loggers / hand", "host ms/step, hand, loggers")
+# For `steps_per_call=8`.
+CALLS = ("model, batches of an iterator", "MB of a batch", "ms/step, single steps", "`steps_per_call=8` / single steps", "host ms/step, single steps, calls")
 # For other frameworks.
 FRAMEWORKS = ("model", "framework", "framework / hand", "`fit` / framework", "start to first step s", "peak MB", "loss of the last stretch, and `fit`'s")
 _BASES = {
     "fit": "hand",
+    "loggers": "hand",
+    "calls": "single steps",
     "everything": "hand validating",
     "fit evaluate": "hand evaluate",
     "fit predict": "hand predict",
@@ -177,7 +239,7 @@ _BASES = {
 
 def _ratio(found: Mapping[str, Any], name: str, number: int) -> float:
     one = found["rounds"][number]
-    return _seconds(one[name]) / _seconds(one[_BASES[name]])
+    return _mean(one[name]) / _mean(one[_BASES[name]])
 
 
 def _spread(found: Mapping[str, Any], name: str) -> str:
@@ -190,20 +252,19 @@ def _in_words(ratios: Sequence[float]) -> str:
     return f"{statistics.median(ratios):.3f} ({min(ratios):.2f}..{max(ratios):.2f})"
 
 
-def _step_times(found: Mapping[str, Any], name: str, steps: int) -> list[float]:
-    """Returns the seconds per step in each round."""
-    return [_seconds(one[name]) / steps for one in found["rounds"]]
+def _host(found: Mapping[str, Any], *names: str) -> str:
+    """Returns the milliseconds per step in which the training thread was computing, the medians of all rounds."""
+    return ", ".join(f"{statistics.median(_mean(one[name], 'host_seconds') * 1e3 for one in found['rounds']):.3g}" for name in names)
 
 
 def table(results: Sequence[Mapping[str, Any]], options: argparse.Namespace) -> str:
     """Returns the measurements as Markdown."""
     lines, memory = [_row(STEPS), _row(["---"] * len(STEPS))], [_row(RESOURCES), _row(["---"] * len(RESOURCES))]
     for found in results:
-        workload, rounds, steps = workload_of(found["workload"]), found["rounds"], 2 * options.steps
+        workload, rounds = workload_of(found["workload"]), found["rounds"]
         hand, fit = (found["starts"][who] for who in ("hand", "fit"))
-        times = {name: _step_times(found, name, steps) for name in ("hand", "fit")}
+        times = {name: [_mean(one[name]) for one in rounds] for name in ("hand", "fit")}
         median = {name: statistics.median(seconds) for name, seconds in times.items()}
-        host = [statistics.median(sum(answer["host_seconds"] for answer in one[name]) / steps * 1e3 for one in rounds) for name in ("hand", "fit")]
         warm = found.get("warm")
         lines.append(
             _row(
@@ -211,7 +272,7 @@ def table(results: Sequence[Mapping[str, Any]], options: argparse.Namespace) -> 
                     workload.about,
                     f"{median['hand'] * 1e3:.4g} ({min(times['hand']) * 1e3:.4g}..{max(times['hand']) * 1e3:.4g})",
                     *(_spread(found, name) for name in ("fit", "everything")),
-                    ", ".join(f"{value:.3g}" for value in host),
+                    _host(found, "hand", "fit"),
                     *(_spread(found, f"fit {do}") for do in ("evaluate", "predict")),
                     f"{hand['start_seconds']:.1f}, {fit['start_seconds']:.1f}",
                     f"{fit['start_seconds'] / hand['start_seconds']:.2f}",
@@ -241,8 +302,25 @@ def table(results: Sequence[Mapping[str, Any]], options: argparse.Namespace) -> 
                 )
             )
         )
-    others = [row for found in results for row in _frameworks(found)]
-    return "\n".join([*lines, "", *memory, *(["", _row(FRAMEWORKS), _row(["---"] * len(FRAMEWORKS)), *others] if others else [])])
+    more = {
+        LOGGERS: [
+            _row((workload_of(found["workload"]).about, _spread(found, "loggers"), _host(found, "hand", "loggers")))
+            for found in results
+            if "loggers" in found["rounds"][0]
+        ],
+        CALLS: [_calls(found) for found in results if "calls" in found["rounds"][0]],
+        FRAMEWORKS: [row for found in results for row in _frameworks(found)],
+    }
+    return "\n".join([*lines, "", *memory, *(line for head, rows in more.items() if rows for line in ("", _row(head), _row(["---"] * len(head)), *rows))])
+
+
+def _calls(found: Mapping[str, Any]) -> str:
+    """Returns the row of several steps per call."""
+    workload, size = workload_of(found["workload"]), _size_of_calls(found["size"])
+    x, y = make_data(workload, size, 1)
+    single = statistics.median(_mean(one["single steps"]) for one in found["rounds"]) * 1e3
+    megabytes, host = (x.nbytes + y.nbytes) / 1e6, _host(found, "single steps", "calls")
+    return _row((f"{workload.about}, size {size}", f"{megabytes:.3g}", f"{single:.4g}", _spread(found, "calls"), host))
 
 
 def _frameworks(found: Mapping[str, Any]) -> list[str]:
@@ -276,7 +354,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int)
     parser.add_argument("--steps", type=int, help="of a stretch")
     parser.add_argument("--every", type=int, help="steps between two validations and saves")
-    parser.add_argument("--without", nargs="+", choices=("everything", "evaluation", "warm", "others"), help="what is left out")
+    parser.add_argument("--epoch", type=int, help="steps of an epoch with loggers")
+    parser.add_argument("--without", nargs="+", choices=("everything", "loggers", "calls", "evaluation", "warm", "others"), help="what is left out")
     parser.add_argument("--minutes", type=float, help="when to end; by default, after all rounds")
     parser.add_argument("--json", type=pathlib.Path)
     parser.add_argument("--write", nargs="?", type=pathlib.Path, const=RESULTS)
@@ -290,13 +369,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Returns 1 if a workload failed."""
     options = parse(sys.argv[1:] if argv is None else argv)
     end, results, missing = time.monotonic() + 60 * options.minutes, list[dict[str, Any]](), dict[str, str]()
+    least = math.inf
     for number, name in enumerate(options.workload):
         left = end - time.monotonic()
-        if left < 0 and results:
+        if results and left < least:
             missing[name] = "there was no time"
             continue
         try:
-            results.append(Race(workload_of(name), options, left / (len(options.workload) - number)).run())
+            race = Race(workload_of(name), options, left / (len(options.workload) - number))
+            results.append(race.run())
+            least = min(least, race.least)
         except WorkerError as error:
             missing[name] = str(error)
             continue

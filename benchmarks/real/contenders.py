@@ -21,7 +21,17 @@ from typing_extensions import override
 
 import fitflax
 from benchmarks.real.workloads import SEED, RealWorkload, diffuse, make_data, make_optimizer
-from fitflax.callbacks import BestCheckpoint, Callback, LambdaCallback, ModelCheckpoint, ProgressBar, TensorBoard
+from fitflax.callbacks import (
+    BestCheckpoint,
+    Callback,
+    CSVLogger,
+    EarlyStopping,
+    LambdaCallback,
+    ModelCheckpoint,
+    ProgressBar,
+    TensorBoard,
+    TerminateOnNaN,
+)
 from fitflax.callbacks.model_checkpoint import StoreCallback
 from fitflax.parallel import DataParallel
 
@@ -267,19 +277,28 @@ class _Best(_Timed, BestCheckpoint):
 
 
 class Fit(Contender):
-    """`Trainer.fit`. With `everything`, it has a progress bar, checkpoints every `every` steps, the best checkpoint, and TensorBoard."""
+    """`Trainer.fit`.
 
-    def __init__(self, *arguments: Any, everything: bool = False, **options: Any) -> None:
+    With `everything`, it has a progress bar, checkpoints every `every` steps, the best checkpoint, and TensorBoard. With `steps_per_call`, it always gets its
+    batches from an iterator.
+    """
+
+    def __init__(self, *arguments: Any, everything: bool = False, steps_per_call: int = 1, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self._everything = everything
+        self._everything, self._steps_per_call = everything, steps_per_call
         kind = self.workload.kind
         model = _model_of(self)
         make = _Diffusion if kind == "diffusion" else fitflax.Trainer
         streams = {"init": (), "train": ("noise",)} if kind == "diffusion" else ()
         self._trainer = make(model, seed=SEED, rngs=streams, parallel=DataParallel(jax.devices()[:1]))
         loss = "mse" if kind == "diffusion" else "sparse_categorical_crossentropy"
-        self._trainer.compile(make_optimizer(self.workload), loss, ema_decay=self.workload.ema_decay)
+        self._trainer.compile(make_optimizer(self.workload), loss, ema_decay=self.workload.ema_decay, steps_per_call=steps_per_call)
         self._calls = 0
+
+    def _loggers(self) -> list[Callback]:
+        directory = self.directory
+        files = [TensorBoard(directory / "board-of-epochs"), CSVLogger(directory / "log.csv")]
+        return [*files, EarlyStopping("loss", patience=10**9), TerminateOnNaN(), ProgressBar(file=self.screen)]
 
     def _callbacks(self, monitor: str, pauses: dict[int, float]) -> list[Callback]:
         if not self._everything:
@@ -292,9 +311,20 @@ class Fit(Contender):
         return [saves, best, TensorBoard(directory / "board", every=every), ProgressBar(file=self.screen)]
 
     @override
-    def train(self, steps: int, *, validates: bool = False) -> Stretch:
+    def train(self, steps: int, *, validates: bool = False, epoch: int | None = None, iterates: bool = False) -> Stretch:
+        """Runs the given number of steps, and at least one call.
+
+        With `epoch`, it has epochs of this number of steps, callbacks that write logs or watch the loss, and a bar. If it `iterates`, it gets its batches from
+        an iterator.
+        """
+        steps = max(steps, self._steps_per_call)
+        if iterates or self._steps_per_call > 1:
+            data: tuple[Any, ...] = (batches_of(self.x, self.y, self.batch),)
+            of_arrays = {}
+        else:
+            data, of_arrays = (self.x, self.y), {"batch_size": self.batch, "shuffle": False}
         pauses, marks, ends = dict[int, float](), list[tuple[float, float]](), list[float]()
-        callbacks = self._callbacks("val_loss" if validates else "loss", pauses)
+        callbacks = self._callbacks("val_loss" if validates else "loss", pauses) if epoch is None else self._loggers()
 
         def begin(epoch: int, logs: Any) -> None:
             marks.append((time.perf_counter(), time.thread_time()))
@@ -305,11 +335,10 @@ class Fit(Contender):
 
         validation = {"validation_data": (self.x, self.y), "validation_steps": BATCHES, "validation_freq": fitflax.every(steps=self.every)}
         history = self._trainer.fit(
-            *(self.x, self.y),
-            batch_size=self.batch,
+            *data,
+            **of_arrays,
             steps=steps,
-            steps_per_epoch=steps,
-            shuffle=False,
+            steps_per_epoch=epoch or steps,
             verbose=0,
             log_every=LOG_EVERY,
             callbacks=[LambdaCallback(on_epoch_begin=begin, on_epoch_end=end), *callbacks],
@@ -342,6 +371,7 @@ CONTENDERS: dict[str, Callable[..., Contender]] = {
     "hand": Hand,
     "fit": Fit,
     "fit+everything": functools.partial(Fit, everything=True),
+    "fit8": functools.partial(Fit, steps_per_call=8),
     "keras": _other("keras_jax", "Keras"),
     "lightning": _other("lightning_torch", "Lightning"),
 }

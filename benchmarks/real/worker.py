@@ -1,8 +1,8 @@
 """The process of one contender: `python -m benchmarks.real.worker CONTENDER WORKLOAD SIZE`. It sleeps while others work.
 
 The first answer describes the start: seconds from the start of the process until the first step was computed, and what was compiled. A command on standard
-input is `{"do": "train" | "evaluate" | "predict" | "flops" | "matmul", "steps": n}`, and an answer is one line of JSON. The process ends at the end of its
-input, and its last answer is its peak memory.
+input is `{"do": "train" | "evaluate" | "predict" | "flops" | "matmul", "steps": n}`, with other arguments of `train`, and an answer is one line of JSON. The
+process ends at the end of its input, and its last answer is its peak memory.
 """
 
 import argparse
@@ -57,7 +57,7 @@ def answering() -> Iterator[Any]:
 def carry_out(contender: Contender, command: dict[str, Any]) -> dict[str, Any]:
     gc.collect()
     if command["do"] == "train":
-        return dataclasses.asdict(contender.train(command["steps"], validates=command.get("validates", False)))
+        return dataclasses.asdict(contender.train(**{name: value for name, value in command.items() if name != "do"}))
     if command["do"] == "flops":
         return {"flops": contender.flops()}
     if command["do"] == "matmul":

@@ -160,15 +160,19 @@ class CallbackList:
         If one fails, the others are still called, and the run is saved, before the error is raised.
         """
         failure: BaseException | None = None
+        is_synced = is_saved = False
 
         def is_called(callback: Callback) -> bool:
             has_fired = not checkpoint.run.position.is_repeat and (callback.every is None or id(callback) in fired_ids)
             return overrides(callback, "on_checkpoint") and (has_fired or callback.wants(checkpoint))
 
-        def sync() -> None:
-            checkpoint.run.finish_steps()  # Otherwise, the time of running steps would count as time of saving.
-            with self._spent.on("saving"):
-                self.sync(checkpoint.run.uploads)
+        def prepare_save(callback: Callback) -> None:
+            nonlocal is_synced
+            is_first, is_synced = not is_synced, True
+            checkpoint.run.finish_steps(asynchronous=callback.copies_state)  # Otherwise, the time of running steps would count as time of saving.
+            if is_first:
+                with self._spent.on("saving"):
+                    self.sync(checkpoint.run.uploads)
 
         def call(callback: Callback) -> None:
             with self._spent.on("saving" if callback.phase >= Phase.SAVE_BEST else "callbacks"):
@@ -184,14 +188,11 @@ class CallbackList:
                 return False
             return True
 
-        is_synced = is_saved = False
         with self._spent.on("saving"):  # `wants` may wait for a save.
             checkpoint.run.savers = [callback.saves_as for callback in self._active if callback.saves_as is not None and is_called(callback)]
         for callback in filter(is_called, self._active):
-            if callback.phase >= Phase.SAVE_BEST and not is_synced:
-                is_synced = True
-                if not succeeds(sync) and self._exits_immediately():
-                    break
+            if callback.phase >= Phase.SAVE_BEST and not succeeds(prepare_save, callback) and self._exits_immediately():
+                break
             saves = checkpoint.run.num_saves
             if succeeds(call, callback):
                 is_saved |= callback.phase == Phase.SAVE and checkpoint.run.num_saves > saves

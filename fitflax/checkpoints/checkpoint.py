@@ -145,9 +145,9 @@ class RunView:
         """Returns a field of the state, copied on first access."""
         return self.cached(name, lambda state: state.axes if name == "axes" else self.live.strategy.copy(getattr(state, name)))
 
-    def finish_steps(self) -> None:
-        """Waits for the dispatched steps if a snapshot would wait for them, so that the wait is not counted as time spent on saving."""
-        if self.snapshots.waits:
+    def finish_steps(self, *, asynchronous: bool) -> None:
+        """Waits for the dispatched steps if a save would wait for them, so that the wait is not counted as time spent on saving."""
+        if not asynchronous or self.snapshots.waits:  # In this order: `waits` reserves device memory for a copy, which only asynchronous saves make.
             self.timer.stop()
             jax.block_until_ready(self.borrow())
 

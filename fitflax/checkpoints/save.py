@@ -65,7 +65,7 @@ class _RunSave:
 
     def _stop_timer(self) -> None:
         """Waits for the step if this save does. Otherwise, the timer would not know when the step finished."""
-        if self._run.snapshots.waits or not self._asynchronous:
+        if not self._asynchronous or self._run.snapshots.waits:  # In this order, as in `finish_steps`.
             self._run.timer.stop()
 
     def save_alone(self) -> None:
