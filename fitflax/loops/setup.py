@@ -212,6 +212,7 @@ def training_copy(
         feed.push_back()
         if saved is not None:
             copy.restore(saved, fed.batch, RestoreOptions(is_resume=True))
+            del saved  # Frees its memory.
         elif copy.state.live is None:
             copy.state.build(fed.batch)
         _dry_run(copy, source, fed.batch, keep)

@@ -2,16 +2,19 @@
 
 import contextlib
 import dataclasses
+import gc
 import json
 import pathlib
 import re
 import shutil
 import signal
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import jax
 import numpy as np
 import optax
 import pytest
@@ -34,6 +37,7 @@ from fitflax.errors import (
     RestoreError,
 )
 from fitflax.loops import setup
+from fitflax.loops.fit import find_checkpoint
 from fitflax.loops.session_state import Progress
 from fitflax.loops.training_loop import Run
 from tests import run_script
@@ -348,6 +352,26 @@ def test_a_run_with_an_interrupted_closing_is_closed_by_the_resume(uninterrupted
     resumed = run(tmp_path / "broken", steps=7)
     assert_equal(resumed, whole)
     assert_equal(run(tmp_path / "broken", steps=7), whole)
+
+
+def test_a_resumed_run_does_not_keep_the_state_that_it_has_read(tmp_path, monkeypatch):
+    arrays: list[weakref.ref[np.ndarray]] = []
+    alive: list[int] = []
+
+    def find(*arguments: Any) -> Any:
+        saved = find_checkpoint(*arguments)
+        arrays.extend(weakref.ref(leaf) for leaf in ([] if saved is None else jax.tree.leaves(saved.train)) if isinstance(leaf, np.ndarray))
+        return saved
+
+    def count(batch: int, logs: Any) -> None:
+        gc.collect()
+        alive.append(sum(array() is not None for array in arrays))
+
+    monkeypatch.setattr("fitflax.trainer.find_checkpoint", find)
+    for steps in (1, 3):
+        callbacks = [ModelCheckpoint(tmp_path), LambdaCallback(on_train_batch_end=count)]
+        make_trainer(model=nn.Dense(3)).fit(TRAIN, batch_size=4, steps=steps, verbose=0, callbacks=callbacks, resume="auto")
+    assert arrays and alive == [0, 0, 0]
 
 
 @pytest.mark.slow
