@@ -608,6 +608,19 @@ def test_triggers_that_fire_at_the_step_where_a_run_stops_take_effect(how, k, un
     assert counters[1].seen == [2, 4, 6, 8]
 
 
+@pytest.mark.parametrize("how", ["an exception", "a signal"])
+@pytest.mark.slow
+def test_triggers_that_fire_at_the_last_step_take_effect_if_the_run_is_interrupted_there(how, uninterrupted, tmp_path):
+    options = {"validation_freq": fitflax.every(steps=4), "steps_per_epoch": 100, "steps": 4}
+    expected = uninterrupted(more=counted, **options)
+    hook, action = STOPS[how]["does"]
+    run(tmp_path / "stopped", more=lambda trainer: [Counter(), at(trainer, hook, 4, lambda step: action(trainer))], raises=STOPS[how]["raises"], **options)
+    for _ in range(2):
+        counter = Counter()
+        assert_equal(run(tmp_path / "stopped", more=lambda trainer, counter=counter: [counter], **options), expected)
+        assert counter.seen == [2, 4]
+
+
 @pytest.mark.parametrize("steps_per_epoch", [5, 100])
 @pytest.mark.parametrize("steps", [4, 5])
 @pytest.mark.mostly_slow
