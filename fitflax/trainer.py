@@ -100,8 +100,8 @@ def _syncs_model(method: Callable[Concatenate[Any, _P], _R]) -> Callable[Concate
 
     @functools.wraps(method)
     def call(self: Any, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
-        # `fit` builds a missing state itself, while its step is compiled.
-        with self._session.state.synced_with_model(builds_state=method.__name__ == "fit"):
+        # `fit` builds a missing state itself, while its step is compiled, and `compile` needs none.
+        with self._session.state.synced_with_model(builds_state=method.__name__ in ("compile", "fit")):
             return method(self, *args, **kwargs)
 
     return call
@@ -344,6 +344,7 @@ class Trainer:
     # -- preparation --
 
     @keras_names.with_hints("Trainer.compile", keras_names.COMPILE, ConfigError)
+    @_syncs_model
     def compile(
         self,
         optimizer: str | optax.GradientTransformation,
