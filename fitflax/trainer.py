@@ -522,6 +522,7 @@ class Trainer:
         other = self._copy()
         is_task_custom = self._overrides("compute_loss") or self._overrides("train_step")
         other._session = self._session.copy_without_state(seed, other._make_task if is_task_custom else None)
+        other._session.task.make_task = other._make_task  # The method of this trainer would keep its state on the devices.
         other._session.state.hyperparams = dict(hyperparams)
         if other._session.state.module_variables is not None:
             other._model = other._session.state.module_variables.model
