@@ -316,6 +316,14 @@ def test_a_model_with_unknown_shapes_can_restore_another_checkpoint_after_a_wron
     assert trainer.predict(TRAIN[0][:4]).shape == (4, 5) and trainer.step == 6
 
 
+def test_after_a_restore_of_the_weights_the_order_of_examples_starts_over(pretrained):
+    trainer, histories = compiled(Net(body="backbone", head="classes", classes=5)), []
+    for _ in range(2):
+        trainer.restore(pretrained[0], weights_only=True)
+        histories.append(trainer.fit(TRAIN, batch_size=4, verbose=0).history)
+    assert histories[0] == histories[1]
+
+
 def test_a_state_that_a_failed_step_consumed_can_be_restored(pretrained):
     path, source = pretrained
     trainer = built(Net(body="backbone", head="classes", classes=5))
