@@ -183,6 +183,13 @@ class _LinenEstimator(BaseEstimator):  # type: ignore[misc]
             raise DirectoryInUseError(
                 f"{text} An estimator starts a new run. Choose another directory, or pass overwrite=True to the callback, which replaces these checkpoints."
             ) from error
+        except ConfigError as error:
+            if not self.early_stopping or not str(error).startswith("EarlyStopping(restore_best=True)"):
+                raise
+            raise ConfigError(
+                f"{type(self).__name__}(early_stopping=True) cannot be combined with a schedule-free optimizer, because it restores the best parameters "
+                "without the optimizer state, from which the evaluated ones are computed. Pass another optimizer, or early_stopping=False."
+            ) from error
         except LossError as error:
             outputs = trained.output_shapes()
             if outputs is None or hasattr(outputs, "shape"):

@@ -100,8 +100,8 @@ def _syncs_model(method: Callable[Concatenate[Any, _P], _R]) -> Callable[Concate
 
     @functools.wraps(method)
     def call(self: Any, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
-        # `fit` builds a missing state itself, while its step is compiled.
-        with self._session.state.synced_with_model(builds_state=method.__name__ == "fit"):
+        # `fit` builds a missing state itself, while its step is compiled, and `compile` needs none.
+        with self._session.state.synced_with_model(builds_state=method.__name__ in ("compile", "fit")):
             return method(self, *args, **kwargs)
 
     return call
@@ -344,6 +344,7 @@ class Trainer:
     # -- preparation --
 
     @keras_names.with_hints("Trainer.compile", keras_names.COMPILE, ConfigError)
+    @_syncs_model
     def compile(
         self,
         optimizer: str | optax.GradientTransformation,
@@ -521,6 +522,7 @@ class Trainer:
         other = self._copy()
         is_task_custom = self._overrides("compute_loss") or self._overrides("train_step")
         other._session = self._session.copy_without_state(seed, other._make_task if is_task_custom else None)
+        other._session.task.make_task = other._make_task  # The method of this trainer would keep its state on the devices.
         other._session.state.hyperparams = dict(hyperparams)
         if other._session.state.module_variables is not None:
             other._model = other._session.state.module_variables.model
@@ -936,6 +938,8 @@ class Trainer:
             with spent.on("compiling"):
                 # Not assigned to a variable, which would keep the first batch alive.
                 run = Run(prepare_run(session, source, plan, components, steps=steps, initial_epoch=initial_epoch, class_weight=class_weight, saved=saved))
+            if saved is not None:
+                saved = dataclasses.replace(saved, train={})  # Frees the memory of the restored state.
             run_with_callbacks(session, self, run, params_of(session, source, sets, run, trial=trial, log_every=log_every, note=note), saved)
         interruption.reraise_signal()
         return self._history
@@ -1319,8 +1323,10 @@ class Trainer:
         source = self._to_source("hunt_nan", data, y, sample_weight, is_kept=False, **options)
         if source.is_endless and steps is None:
             raise ConfigError("This data never ends. Pass steps=.")
-        saved = None if restore_from is None else last_finite(restore_from, storage_options=storage_options)
-        with training_copy(self._session, source, class_weight, "hunt_nan", saved, keep=WATCHED) as (session, feed):
+        # The checkpoint is not assigned to a variable, which would keep it in memory.
+        find = functools.partial(last_finite, storage_options=storage_options)
+        copied = training_copy(self._session, source, class_weight, "hunt_nan", None if restore_from is None else find(restore_from), keep=WATCHED)
+        with copied as (session, feed):
             return hunt_nan(session, feed, steps=steps)
 
     # -- saving --
@@ -1405,12 +1411,12 @@ class Trainer:
         Restored 2 of 2 arrays.
         """
         with self._session.state.synced_with_model():
-            live = self._session.state.need("save", evaluates=True)
+            train = self._session.state.state_to_save()
             eval_params = self._session.state.eval_params_name()
             compiled = {} if eval_params is None else {"compiled": {"eval_params": eval_params}}
             settings = {"seed": self._session.seed}
-            metadata = {"run_id": self._session.run_id, "step": live.step, "epoch": 0, "metrics": {}, "settings": settings, **compiled}
-            return save_checkpoint(path, train=live.borrow(), run={}, metadata=metadata, storage_options=storage_options)
+            metadata = {"run_id": self._session.run_id, "step": self.step, "epoch": 0, "metrics": {}, "settings": settings, **compiled}
+            return save_checkpoint(path, train=train, run={}, metadata=metadata, storage_options=storage_options)
 
     @_syncs_model
     def restore(

@@ -444,19 +444,19 @@ def test_using_the_trained_parameters_of_a_run_that_evaluated_their_averages_cau
         *(functools.partial(use, X) for use in (server.predict, server.predict_on_batch, server.predict_iter)),
         server.inference_state,
         functools.partial(server.export, tmp_path / "net.jaxexport"),
-        functools.partial(server.save, tmp_path / "again"),
         functools.partial(server.save_weights, tmp_path / "net.safetensors"),
     ]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         server.restore(tmp_path / "run")  # `compile` may follow.
+        server.save(tmp_path / "again")  # With the optimizer state.
     for use in uses:
         with pytest.warns(FitflaxWarning, match=OTHER_PARAMETERS):
             use()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         server.compile(optimizer, "sparse_categorical_crossentropy")
-        trainer.restore(tmp_path / "saved")
+        trainer.restore(tmp_path / "again")
     for each in (server, trainer):
         np.testing.assert_array_equal(each.predict_on_batch(X), averaged)
 
@@ -466,10 +466,9 @@ def test_using_the_trained_parameters_of_a_run_with_eval_params_causes_a_warning
     path = make(optimizer, eval_params=functools.partial(lambda _, params: params)).save(tmp_path / "saved")
     compiled, server = make(optimizer), fitflax.Trainer(MODEL, parallel=one_device())
     server.restore(path)
-    again = tmp_path / "again"
+    again = server.save(tmp_path / "again")  # Before `compile`.
     for use in (
         lambda: load_inference_state(path),
-        lambda: server.save(again),  # Before `compile`.
         lambda: load_inference_state(again),
         lambda: server.predict_on_batch(X),
         lambda: server.compile(optimizer, "sparse_categorical_crossentropy"),  # Without `eval_params`.

@@ -286,6 +286,16 @@ def test_the_error_for_a_directory_in_use_does_not_recommend_to_resume(tmp_path)
         assert "resume" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "wrap", [lambda optimizer: optimizer, lambda optimizer: optax.multi_transform({"all": optimizer}, lambda params: "all")], ids=["itself", "labels"]
+)
+def test_the_error_for_early_stopping_with_a_schedule_free_optimizer_names_arguments_of_the_estimator(wrap):
+    optimizer = wrap(optax.contrib.schedule_free_sgd(0.1))
+    with pytest.raises(ConfigError, match=r"LinenRegressor\(early_stopping=True\) .*Pass another optimizer, or early_stopping=False\.") as caught:
+        regressor(optimizer=optimizer, learning_rate=None, early_stopping=True).fit(X, TARGETS)
+    assert "restore_best" not in str(caught.value)
+
+
 def test_partial_fit_continues_bit_for_bit_after_pickling():
     model = regressor(epochs=2).fit(X, TARGETS)
     other = pickle.loads(pickle.dumps(model))

@@ -1,6 +1,8 @@
 """`Trainer`: modules, batches, state, optimizers, custom steps, and the loops that yield checkpoints."""
 
 import dataclasses
+import gc
+import weakref
 
 import flax.core
 import flax.linen as nn
@@ -1286,6 +1288,18 @@ def test_with_seed_equals_a_new_trainer_with_that_seed_and_compiles_nothing(comp
     assert counted.names == []
     made.fit(x, y, verbose=0)
     assert np.array_equal(other.predict(x), made.predict(x)) and not np.array_equal(other.predict(x), first.predict(x))
+
+
+@pytest.mark.parametrize("make_other", [lambda trainer: trainer.with_seed(1), lambda trainer: trainer.with_hyperparams()], ids=["seed", "hyperparams"])
+def test_a_copy_without_a_state_does_not_keep_the_first_trainer(make_other):
+    first = make()
+    first.build((X, Y))
+    other, reference = make_other(first), weakref.ref(first)
+    del first
+    gc.collect()
+    assert reference() is None
+    other.compile(optax.sgd(0.2), "mse")
+    other.build((X, Y))
 
 
 @pytest.mark.slow

@@ -203,6 +203,8 @@ class ModelCheckpoint(StoreCallback):
             return False
         if checkpoint.step not in self._steps:
             return True
+        if checkpoint.step == position.moment.start_step:  # The resumed checkpoint was saved before the triggers of its step, or before the end of its epoch.
+            return not position.is_rescue
         # The save was queued before the step was known to be the last one, so nothing has waited for it. With several processes, only process 0 knows the
         # result.
         if not position.is_repeat or self._saver is None or jax.process_count() > 1:

@@ -271,6 +271,7 @@ class FunctionSource(Source):
     def _next(self) -> Source:
         source = self._adapt(self._make())
         self._last = None if source.num_started is None else source  # Others may hold worker processes.
+        source.calls_hooks = self.calls_hooks
         return source
 
     @property

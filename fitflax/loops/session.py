@@ -112,6 +112,7 @@ class Session:
         report = self.state.restore(saved, batch, options)
         if options.starts_over:
             self.begin_run()
+            self.state.last_progress = None  # The passes over the data start over, too.
         else:
             self.run_id = str(saved.metadata.get("run_id", self.run_id))
         return report

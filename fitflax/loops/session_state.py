@@ -10,13 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from fitflax.checkpoints.checkpoint_files import Saved
-from fitflax.checkpoints.restore import RestoreReport, check_mapping, match, match_streams, moved, needs_shapes, refit, report_of
+from fitflax.checkpoints.restore import RestoreReport, check_mapping, from_saved, match, match_streams, moved, needs_shapes, refit, report_of
 from fitflax.checkpoints.resume import INFERENCE_STATE, check_fits, eval_params_of, fit_to, restored_state, warn_of_changes, warn_of_eval_params
 from fitflax.data import Position
 from fitflax.errors import NotReadyError, RestoreError
 from fitflax.loops.configuration import CurrentTask, RestoreOptions, zeros
 from fitflax.optimizers import replace_by_path, settable_by_path, with_hyperparams
-from fitflax.parallel.placement import explicitly
+from fitflax.parallel.placement import RemoteArray, explicitly
 from fitflax.state import Batch, InferenceState, TrainState, only_params, parts_of, shapes_in, shapes_of, start_average, state_faults
 from fitflax.steps.live_state import LiveState, collect_dropped, strong_types
 from fitflax.steps.optimizer import LossScaled, scaled_state
@@ -99,6 +99,15 @@ class SessionState:
         if evaluates and self._pending is not None:
             warn_of_eval_params(self._pending)
         return self.live
+
+    def state_to_save(self) -> TrainState:
+        """Returns the live state. Before `compile`, the optimizer state is that of the restored checkpoint, as nested dicts."""
+        state, saved = self.need("save").borrow(), self._pending
+        if saved is None:
+            return state
+        forms = {"key_impls": saved.metadata["key_impls"], "integer_keys": saved.metadata.get("integer_keys", ())}
+        opt_state = from_saved(saved.train["opt_state"], root="train/opt_state", **forms)
+        return dataclasses.replace(state, opt_state=jax.tree.map(lambda leaf: np.asarray(leaf) if isinstance(leaf, RemoteArray) else leaf, opt_state))
 
     def eval_params_name(self) -> str | None:
         """Returns the name of the function that computes the parameters for evaluation from the optimizer state, which may not be restored yet."""
@@ -314,7 +323,9 @@ class SessionState:
         if batch is not None:
             self._built_from = shapes_of(batch)
         self._unchecked_source, self._casts = (str(saved.path) if target is None else None), options.cast
-        self._pending = None if options.starts_over or has_optimizer else saved
+        self._pending = None
+        if not options.starts_over and not has_optimizer:
+            self._pending = dataclasses.replace(saved, train={"opt_state": saved.train["opt_state"]}, run={})
         if options.starts_over and has_optimizer:
             self._init_optimizer()
         self._match_numerics()

@@ -1,5 +1,6 @@
 """Sets up a run: its settings, where it begins, its first batch, the state, and a dry run of the step on shapes."""
 
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -20,7 +21,7 @@ from fitflax.data import FedBatch, Feed, Position, Source
 from fitflax.data.feed import undisturbed
 from fitflax.data.shards import position_in_shard, spread
 from fitflax.errors import CallbackError, ConfigError, DataError, RestoreError, warn
-from fitflax.logs import StepValues, TimeSpent
+from fitflax.logs import StepValues, TimeSpent, flat_name
 from fitflax.loops.configuration import RestoreOptions
 from fitflax.loops.evaluation_loop import Validation
 from fitflax.loops.session import Session
@@ -212,6 +213,7 @@ def training_copy(
         feed.push_back()
         if saved is not None:
             copy.restore(saved, fed.batch, RestoreOptions(is_resume=True))
+            del saved  # Frees its memory.
         elif copy.state.live is None:
             copy.state.build(fed.batch)
         _dry_run(copy, feed, fed.batch, keep)
@@ -298,12 +300,15 @@ def _check_saves_best(callbacks: CallbackList, state: TrainState) -> None:
 
 
 def _check_log_keys(keys: list[str], sets: list[str]) -> None:
-    """Raises `ConfigError` if a training metric is named `epoch` or has the log key of a validation metric, which would overwrite its value."""
+    """Raises `ConfigError` if a training metric is named `epoch`, or if two metrics of training or of validation `sets` have the same log key."""
     if "epoch" in keys:
         raise ConfigError("A metric cannot have the name 'epoch', which is the log key of the epoch number. Rename the metric.")
     clashes = [key for key in keys for name in sets if key.startswith(f"{name}_") and key.removeprefix(f"{name}_") in keys]
     if clashes:
         raise ConfigError(f"The training metrics {clashes} have log keys of validation metrics. Rename them, or rename the validation set.")
+    counts = collections.Counter(flat_name(name, key) for name in sets for key in keys)
+    if shared := [key for key, count in counts.items() if count > 1]:
+        raise ConfigError(f"Several validation sets have the log keys {shared}. Rename one of the sets.")
 
 
 # -- the first batch --

@@ -181,6 +181,10 @@ class Run:
                     should_yield = self._evaluate_triggers()
                     if continues:
                         yield should_yield
+                    elif should_yield and self.plan.is_fit and self._values is not None and progress.step == self._begin_step:
+                        # The run was interrupted at its last step. `_last_checkpoint` yields no checkpoint if no step ran.
+                        self._is_last = True
+                        yield True
                 if not self._may_continue() or not self._has_batch():
                     # Yield the checkpoint that a resume needs first. Then end the epoch over the steps so far, only for logs.
                     yield from self._last_checkpoint(rescue=self._is_rescue)

@@ -168,9 +168,10 @@ def test_evaluate_and_predict_call_the_hooks():
     assert data.calls == ["begin", "end"] * 3  # A pass that was not read to its end is ended before the next one.
 
 
-def test_validation_does_not_call_the_hooks():
+@pytest.mark.parametrize("given", [lambda data: data, lambda data: lambda: data], ids=["object", "function"])
+def test_validation_does_not_call_the_hooks(given):
     data = Reshuffled()
-    make_trainer().fit(X, Y, epochs=2, validation_data=data, verbose=0)
+    make_trainer().fit(X, Y, epochs=2, validation_data=given(data), verbose=0)
     assert not data.calls
 
 

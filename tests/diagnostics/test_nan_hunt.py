@@ -1,7 +1,9 @@
 """`Trainer.hunt_nan`, which repeats the first step with a value that is not finite and names the cause; `find_origins`, which finds it in a traced function."""
 
+import gc
 import itertools
 import pathlib
+import weakref
 
 import flax
 import jax
@@ -13,7 +15,7 @@ from flax import linen as nn
 
 import fitflax
 from fitflax.callbacks import ModelCheckpoint, TerminateOnNaN
-from fitflax.diagnostics.nan_hunt import Origin, _describe, find_origins
+from fitflax.diagnostics.nan_hunt import Origin, _describe, find_origins, last_finite
 from fitflax.errors import CheckpointNotFoundError, ConfigError, NotReadyError, RestoreError
 from fitflax.parallel import DataParallel
 from tests.run_script import differences, leaves_of
@@ -199,6 +201,25 @@ def test_a_lost_state_does_not_matter_if_a_checkpoint_is_given(tmp_path):
 
 
 @pytest.mark.slow
+def test_the_search_does_not_keep_the_checkpoint_that_it_has_read(tmp_path, monkeypatch):
+    trainer, arrays, alive = make_trainer(nn.Dense(3)), [], []
+    trainer.fit(X, Y, batch_size=8, steps=1, callbacks=[ModelCheckpoint(tmp_path)], verbose=0)
+
+    def find(*arguments, **options):
+        saved = last_finite(*arguments, **options)
+        arrays.extend(weakref.ref(leaf) for leaf in jax.tree.leaves(saved.train) if isinstance(leaf, np.ndarray))
+        return saved
+
+    def count(*arguments, **options):
+        gc.collect()
+        alive.append(sum(array() is not None for array in arrays))
+
+    monkeypatch.setattr("fitflax.trainer.last_finite", find)
+    monkeypatch.setattr("fitflax.trainer.hunt_nan", count)
+    trainer.hunt_nan(X, Y, batch_size=8, restore_from=tmp_path)
+    assert arrays and alive == [0]
+
+
 def test_hunt_nan_and_find_learning_rate_check_their_data_like_fit():
     with pytest.raises(fitflax.errors.DataError, match="y holds labels from 1 to 3"):
         make_trainer().hunt_nan(X, Y + 1)

@@ -1151,6 +1151,13 @@ def test_a_metric_with_the_key_of_a_validation_metric_is_an_error_before_the_fir
     assert trainer.fit(X, Y, validation_data={"test": (X, Y)}, verbose=0).history.keys() >= {"dev_mae", "test_dev_mae", "test_mae"}
 
 
+def test_two_validation_sets_with_the_same_log_key_are_an_error_before_the_first_step():
+    trainer = make(F(), metrics={"mae": "mae", "top_mae": "rmse"})
+    with pytest.raises(ConfigError, match=r"Several validation sets have the log keys \['val_top_mae'\]\. Rename one of the sets\."):
+        trainer.fit(X, Y, validation_data={"val": (X, Y), "val_top": (X, Y)}, verbose=0)
+    assert trainer.step == 0
+
+
 def test_a_value_that_is_deleted_from_the_logs_is_not_in_the_history():
     def forget(epoch, logs):
         assert repr(dict(logs)) == repr(logs)

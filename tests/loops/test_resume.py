@@ -2,16 +2,19 @@
 
 import contextlib
 import dataclasses
+import gc
 import json
 import pathlib
 import re
 import shutil
 import signal
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import jax
 import numpy as np
 import optax
 import pytest
@@ -34,6 +37,7 @@ from fitflax.errors import (
     RestoreError,
 )
 from fitflax.loops import setup
+from fitflax.loops.fit import find_checkpoint
 from fitflax.loops.session_state import Progress
 from fitflax.loops.training_loop import Run
 from tests import run_script
@@ -350,6 +354,26 @@ def test_a_run_with_an_interrupted_closing_is_closed_by_the_resume(uninterrupted
     assert_equal(run(tmp_path / "broken", steps=7), whole)
 
 
+def test_a_resumed_run_does_not_keep_the_state_that_it_has_read(tmp_path, monkeypatch):
+    arrays: list[weakref.ref[np.ndarray]] = []
+    alive: list[int] = []
+
+    def find(*arguments: Any) -> Any:
+        saved = find_checkpoint(*arguments)
+        arrays.extend(weakref.ref(leaf) for leaf in ([] if saved is None else jax.tree.leaves(saved.train)) if isinstance(leaf, np.ndarray))
+        return saved
+
+    def count(batch: int, logs: Any) -> None:
+        gc.collect()
+        alive.append(sum(array() is not None for array in arrays))
+
+    monkeypatch.setattr("fitflax.trainer.find_checkpoint", find)
+    for steps in (1, 3):
+        callbacks = [ModelCheckpoint(tmp_path), LambdaCallback(on_train_batch_end=count)]
+        make_trainer(model=nn.Dense(3)).fit(TRAIN, batch_size=4, steps=steps, verbose=0, callbacks=callbacks, resume="auto")
+    assert arrays and alive == [0, 0, 0]
+
+
 @pytest.mark.slow
 def test_steps_are_counted_from_the_start_of_the_resumed_run(tmp_path):
     trainer = make_trainer()
@@ -582,6 +606,19 @@ def test_triggers_that_fire_at_the_step_where_a_run_stops_take_effect(how, k, un
     run(tmp_path / "stopped", steps=8 if STOPS[how] else 4, more=more, raises=STOPS[how].get("raises"), **options)
     assert_equal(run(tmp_path / "stopped", steps=8, more=more, **options), expected)
     assert counters[1].seen == [2, 4, 6, 8]
+
+
+@pytest.mark.parametrize("how", ["an exception", "a signal"])
+@pytest.mark.slow
+def test_triggers_that_fire_at_the_last_step_take_effect_if_the_run_is_interrupted_there(how, uninterrupted, tmp_path):
+    options = {"validation_freq": fitflax.every(steps=4), "steps_per_epoch": 100, "steps": 4}
+    expected = uninterrupted(more=counted, **options)
+    hook, action = STOPS[how]["does"]
+    run(tmp_path / "stopped", more=lambda trainer: [Counter(), at(trainer, hook, 4, lambda step: action(trainer))], raises=STOPS[how]["raises"], **options)
+    for _ in range(2):
+        counter = Counter()
+        assert_equal(run(tmp_path / "stopped", more=lambda trainer, counter=counter: [counter], **options), expected)
+        assert counter.seen == [2, 4]
 
 
 @pytest.mark.parametrize("steps_per_epoch", [5, 100])

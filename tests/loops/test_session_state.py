@@ -3,6 +3,7 @@
 import gc
 import pathlib
 import re
+import weakref
 from typing import Any
 
 import flax
@@ -15,6 +16,7 @@ from flax import linen as nn
 import fitflax
 from fitflax.callbacks import ModelCheckpoint
 from fitflax.checkpoints.checkpoint_files import Saved
+from fitflax.checkpoints.resume import load_checkpoint
 from fitflax.errors import ConfigError, ModelError, NotReadyError, RestoreError
 from fitflax.parallel import DataParallel
 from tests.run_script import TRAIN, differences, state_of
@@ -227,6 +229,31 @@ def test_a_rate_that_was_saved_in_the_dtype_of_the_parameters_is_restored_as_flo
     assert trainer.learning_rate == pytest.approx(0.1 * 0.999**3, rel=1e-6)
 
 
+def test_a_state_that_is_restored_and_saved_before_compile_keeps_its_optimizer_state(tmp_path):
+    optimizer = optax.chain(optax.add_noise(0.1, 0.5, key=jax.random.key(3)), optax.adam(0.05))
+    original, other, server = compiled(nn.Dense(3), optimizer=optimizer), compiled(nn.Dense(3), optimizer=optimizer), bare(nn.Dense(3))
+    train(original, 2)
+    server.restore(original.save(tmp_path / "saved"))
+    other.restore(server.save(tmp_path / "saved"))
+    assert not differences(state_of(other), state_of(original))
+
+
+def test_a_restore_before_compile_keeps_only_the_optimizer_state_in_host_memory(pretrained, monkeypatch):
+    arrays: dict[str, list[weakref.ref[np.ndarray]]] = {}
+
+    def load(*arguments: Any, **options: Any) -> Saved:
+        saved = load_checkpoint(*arguments, **options)
+        arrays.update({name: [weakref.ref(leaf) for leaf in jax.tree.leaves(part) if isinstance(leaf, np.ndarray)] for name, part in saved.train.items()})
+        return saved
+
+    monkeypatch.setattr("fitflax.trainer.load_checkpoint", load)
+    trainer = bare(Net(body="backbone", head="classes", classes=5))
+    trainer.restore(pretrained[0])
+    gc.collect()
+    alive = {name for name, part in arrays.items() if any(array() is not None for array in part)}
+    assert arrays["params"] and alive == {"opt_state"}
+
+
 def test_a_full_restore_reports_all_arrays_and_its_errors_say_how_to_restore_a_part(pretrained):
     path, _ = pretrained
     trainer = bare(Net(body="backbone", head="classes", classes=5))
@@ -287,6 +314,14 @@ def test_a_model_with_unknown_shapes_can_restore_another_checkpoint_after_a_wron
         trainer.predict(TRAIN[0][:4])
     trainer.restore(pretrained[0])
     assert trainer.predict(TRAIN[0][:4]).shape == (4, 5) and trainer.step == 6
+
+
+def test_after_a_restore_of_the_weights_the_order_of_examples_starts_over(pretrained):
+    trainer, histories = compiled(Net(body="backbone", head="classes", classes=5)), []
+    for _ in range(2):
+        trainer.restore(pretrained[0], weights_only=True)
+        histories.append(trainer.fit(TRAIN, batch_size=4, verbose=0).history)
+    assert histories[0] == histories[1]
 
 
 def test_a_state_that_a_failed_step_consumed_can_be_restored(pretrained):

@@ -176,6 +176,16 @@ def test_changes_to_the_module_between_two_calls_take_effect():
     assert trainer.step == 7
 
 
+def test_an_optimizer_that_keeps_the_parameters_gets_the_changed_ones_in_compile():
+    model = Net(nnx.Rngs(0))
+    trainer = make(model)
+    trainer.predict(X)
+    nnx.update(model, nnx.state(Net(nnx.Rngs(1)), nnx.Param))
+    trainer.compile(optax.contrib.schedule_free_sgd(0.1), LABELS)
+    state = trainer.state
+    jax.tree.map(np.testing.assert_array_equal, optax.tree_utils.tree_get(state.opt_state, "z"), state.params)
+
+
 def test_restore_replace_state_and_train_loop_update_the_module(tmp_path):
     model = Net(nnx.Rngs(0))
     trainer = make(model)
