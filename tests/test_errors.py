@@ -12,7 +12,8 @@ import pytest
 import fitflax
 from fitflax import errors
 from fitflax.callbacks import EarlyStopping
-from fitflax.errors import CallbackError, ConfigError, DataError, FitflaxError, LossError, MetricError, ModelError, OptimizerError, did_you_mean
+from fitflax.errors import CallbackError, ConfigError, DataError, FitflaxError, LossError, MetricError, ModelError, NotReadyError, OptimizerError, did_you_mean
+from fitflax.loops import session_state
 from fitflax.parallel import DataParallel
 
 RNG = np.random.default_rng(0)
@@ -271,6 +272,22 @@ def test_a_compile_that_fails_leaves_the_trainer_unchanged():
     with pytest.raises(MetricError):
         trainer.compile("adam", "mae", ["nonsense"])
     assert list(trainer.fit(X, Y, verbose=0).history) == list(before) == ["loss"]
+
+
+def test_a_compile_that_fails_after_the_optimizer_state_was_replaced_must_be_repeated(monkeypatch):
+    def fails_to_start(params):
+        raise MemoryError
+
+    trainer = make()
+    trainer.build(X)
+    with monkeypatch.context() as patch:
+        patch.setattr(session_state, "start_average", fails_to_start)
+        with pytest.raises(MemoryError):
+            trainer.compile("adam", "mse", ema_decay=0.9)
+    with pytest.raises(NotReadyError, match=r"Call compile\(optimizer, loss, metrics\) first"):
+        trainer.fit(X, Y, verbose=0)
+    trainer.compile(optax.sgd(0.1), "mse")
+    trainer.fit(X, Y, verbose=0)
 
 
 def test_invalid_arguments_of_train_loop_are_errors():
