@@ -518,6 +518,14 @@ def test_losses_by_output_for_a_module_with_one_output_are_an_error():
     fails(ConfigError, r"compile\(loss=...\) has 2 entries, but the module has one output", X, Y, trainer=make(loss=["mse", "mae"]))
 
 
+@pytest.mark.parametrize("loss_weights", [{"tail": 0.5}, [1.0, 0.5]])
+def test_loss_weights_by_output_for_one_function_of_all_outputs_are_an_error(loss_weights):
+    trainer = make(TwoOutputs())
+    trainer.compile("sgd", lambda outputs, targets: outputs["head"][:, 0] - targets[:, 0], loss_weights=loss_weights)
+    message = r"compile\(loss_weights=...\) has weights by output, but the loss is one function of the outputs \['head', 'tail'\]. Pass one number"
+    fails(ConfigError, message, X, Y, trainer=trainer)
+
+
 # --- Callbacks ---
 
 
