@@ -378,6 +378,11 @@ def start_average(params: PyTree) -> PyTree:
     return jax.tree.map(one, params)
 
 
+def global_norm(tree: PyTree) -> jax.Array:
+    """Returns the global L2 norm of a tree. It is computed in float32 or wider, because squares overflow float16 for values above 255."""
+    return cast(jax.Array, optax.tree.norm(jax.tree.map(lambda leaf: leaf.astype(jnp.float32) if leaf.dtype.itemsize < 4 else leaf, tree)))
+
+
 def shapes_in(tree: PyTree) -> PyTree:
     """Returns the shapes and dtypes of arrays, without their shardings."""
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)

@@ -12,7 +12,8 @@ import pytest
 import fitflax
 from fitflax import errors
 from fitflax.callbacks import EarlyStopping
-from fitflax.errors import CallbackError, ConfigError, DataError, FitflaxError, LossError, MetricError, ModelError, OptimizerError, did_you_mean
+from fitflax.errors import CallbackError, ConfigError, DataError, FitflaxError, LossError, MetricError, ModelError, NotReadyError, OptimizerError, did_you_mean
+from fitflax.loops import session_state
 from fitflax.parallel import DataParallel
 
 RNG = np.random.default_rng(0)
@@ -273,6 +274,22 @@ def test_a_compile_that_fails_leaves_the_trainer_unchanged():
     assert list(trainer.fit(X, Y, verbose=0).history) == list(before) == ["loss"]
 
 
+def test_a_compile_that_fails_after_the_optimizer_state_was_replaced_must_be_repeated(monkeypatch):
+    def fails_to_start(params):
+        raise MemoryError
+
+    trainer = make()
+    trainer.build(X)
+    with monkeypatch.context() as patch:
+        patch.setattr(session_state, "start_average", fails_to_start)
+        with pytest.raises(MemoryError):
+            trainer.compile("adam", "mse", ema_decay=0.9)
+    with pytest.raises(NotReadyError, match=r"Call compile\(optimizer, loss, metrics\) first"):
+        trainer.fit(X, Y, verbose=0)
+    trainer.compile(optax.sgd(0.1), "mse")
+    trainer.fit(X, Y, verbose=0)
+
+
 def test_invalid_arguments_of_train_loop_are_errors():
     with pytest.raises(ConfigError, match=r"train_loop\(every=...\) takes a trigger, such as fitflax.every\(steps=10\). Received: 10"):
         make().train_loop((X, Y), steps=1, every=10)
@@ -499,6 +516,14 @@ def test_losses_by_output_for_a_module_with_one_output_are_an_error():
         ConfigError, r"compile\(loss=...\) names the outputs \['head'\], but the module has one output without a name", X, Y, trainer=make(loss={"head": "mse"})
     )
     fails(ConfigError, r"compile\(loss=...\) has 2 entries, but the module has one output", X, Y, trainer=make(loss=["mse", "mae"]))
+
+
+@pytest.mark.parametrize("loss_weights", [{"tail": 0.5}, [1.0, 0.5]])
+def test_loss_weights_by_output_for_one_function_of_all_outputs_are_an_error(loss_weights):
+    trainer = make(TwoOutputs())
+    trainer.compile("sgd", lambda outputs, targets: outputs["head"][:, 0] - targets[:, 0], loss_weights=loss_weights)
+    message = r"compile\(loss_weights=...\) has weights by output, but the loss is one function of the outputs \['head', 'tail'\]. Pass one number"
+    fails(ConfigError, message, X, Y, trainer=trainer)
 
 
 # --- Callbacks ---

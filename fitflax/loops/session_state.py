@@ -118,14 +118,22 @@ class SessionState:
     # -- matching what `compile` configures --
 
     def match_task(self, *, is_new_optimizer: bool) -> None:
-        """Adapts the state to a newly compiled task."""
-        if self.is_serving:
+        """Adapts the state to a newly compiled task. Discards the task if this fails after the optimizer state was replaced."""
+        live, pending = self.live, self._pending
+        if live is None or self.is_serving:
             return
-        if self.live is not None and self._pending is not None:
-            self._restore_optimizer(self._pending)
-        elif self.live is not None and is_new_optimizer:
-            self._init_optimizer()
-        self._match_numerics()
+        before = live.carry
+        try:
+            if pending is not None:
+                self._restore_optimizer(pending)
+            elif is_new_optimizer:
+                self._init_optimizer()
+            self._match_numerics()
+        except BaseException:
+            if live.carry is not before:
+                self._pending = pending  # The next compile() restores or initializes the optimizer state again.
+                self._task.discard()
+            raise
 
     def _restore_optimizer(self, saved: Saved) -> None:
         """Restores the optimizer state of a checkpoint that was restored before there was an optimizer."""

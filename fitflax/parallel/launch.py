@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import Any, ClassVar, NamedTuple
 
 import jax
+from jax._src.clusters import ClusterEnv  # Detection has no public name.
 
 from fitflax.errors import ConfigError, NotReadyError, ReplicaError, chain_of, warn
 from fitflax.parallel.processes import Board, Failure, failures
@@ -222,13 +223,23 @@ def initialize(
     except RuntimeError as error:
         if "must be called before" not in str(error):
             raise
-        if len(missing) == len(arguments) and group is None:
+        if len(missing) == len(arguments) and group is None and not _is_one_of_several(options.get("cluster_detection_method")):
+            _warn_without_srun()
             return
         raise NotReadyError(
             "parallel.initialize() must run before JAX's devices are used. Call it before jax.devices(), and before you create arrays and trainers."
         ) from None
     if group is None:
         _start_watching()  # In Ray Train, Ray ends and restarts the workers.
+
+
+def _is_one_of_several(method: str | None) -> bool:
+    """Returns whether a launcher has started several processes, by the same detection as in `jax.distributed.initialize`."""
+    if "JAX_COORDINATOR_ADDRESS" in os.environ:
+        return True
+    kinds: list[Any] = ClusterEnv._cluster_types
+    found = next((kind for kind in kinds if (kind.name == method if method else not kind.opt_in_only_method) and kind.is_env_present()), None)
+    return found is not None and bool(found.get_process_count() > 1)
 
 
 def _warn_without_srun() -> None:

@@ -13,16 +13,15 @@ from typing import Any, Literal, Protocol, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 from fitflax.data.padding import Batcher
 from fitflax.errors import ConfigError
 from fitflax.parallel.placement import Packed, copy_here, guards_transfers
 from fitflax.parallel.processes import check_same
 from fitflax.parallel.transfer import InFlight, Transfer
-from fitflax.state import Batch, PyTree, TrainState
+from fitflax.state import Batch, PyTree, TrainState, global_norm
 
-_norm = jax.jit(optax.tree.norm)
+_norm = jax.jit(global_norm)
 _copy = jax.jit(lambda tree: jax.tree.map(jax.numpy.copy, tree))
 
 

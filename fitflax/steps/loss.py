@@ -84,7 +84,11 @@ class Objective:
             loss = self._single(self._loss, "loss")
             if loss is None:
                 raise LossError("The loss of the only output is None. Pass a loss for it.")
-            return [_Term(loss, self._single(self._loss_weights, "loss_weights"), None)]
+            weights, names = self._loss_weights, _present(members_of(outputs) or {})
+            if names and (isinstance(weights, dict) or (isinstance(weights, list) and len(weights) > 1)):
+                advice = "Pass one number, or pass a loss for each output: loss={output: function}."
+                raise ConfigError(f"compile(loss_weights=...) has weights by output, but the loss is one function of the outputs {names}. {advice}")
+            return [_Term(loss, self._single(weights, "loss_weights"), None)]
         return list(_terms_of(self._loss, self._loss_weights, outputs, None))
 
     @staticmethod

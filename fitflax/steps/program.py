@@ -49,7 +49,7 @@ _MAX_LAPS = 10
 # Above this size of the state, memory left over from compilation matters.
 _LARGE_BYTES = 2**26
 
-# Checking this much of an array for NaN and infinity takes less than half a second.
+# Checking the values of this much of an array takes less than half a second.
 _CHECKED_BYTES = 2**30
 
 
@@ -241,7 +241,7 @@ class Preparation:
         self._is_eval_model_checked = not task.model.has_eval_model
         self._is_eval_model_for_other_inputs = False  # Whether it could not be initialized on a batch, so that `predict` has to check it.
         self._reported: set[str] = set()  # See `is_new`.
-        self.checked_arrays: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # By identity.
+        self.checked_arrays: weakref.WeakValueDictionary[Any, Any] = weakref.WeakValueDictionary()  # By identity.
 
     def train(self, state: TrainState, batch: Batch, *, is_single: bool = False, steps_per_call: int = 1, keep: Keep = NOTHING) -> None:
         """Dry-runs a training step, once for batches of the same shapes, and begins to compile it.
@@ -465,18 +465,33 @@ def check_in_memory(program: Program, source: Source, state: TrainState, batch: 
             if checked.get(id(leaf)) is not leaf:
                 checked[id(leaf)] = leaf
                 _warn_of_bad_numbers(path, leaf)
-    if task.uses_compiled_loss:
+    leaves = jax.tree.leaves((source.y, source.weights))
+    together = tuple(map(id, leaves))  # Labels of weight 0 are not checked.
+    if task.uses_compiled_loss and (train or any(checked.get((id(leaf), together)) is not leaf for leaf in leaves)):
         outputs = program.dry_run.step_outputs(state, batch, train=train)
-        weights = source.weights if batcher is None else batcher.apply_class_weight(Triple(source.x, source.y, source.weights)).weights
-        task.objective.check_labels(outputs.shapes, source.y, weights)
+        rows = min(filter(None, map(_rows_to_check, jax.tree.leaves(source.y))), default=0)
+        targets = jax.tree.map(lambda leaf: leaf[: min(rows, _rows_to_check(leaf))], source.y)
+        weights = jax.tree.map(lambda leaf: leaf[:rows], source.weights)
+        if batcher is not None:
+            weights = batcher.apply_class_weight(Triple(source.x, targets, weights)).weights
+        task.objective.check_labels(outputs.shapes, targets, weights)
+        if not train:  # The weights of a training also depend on its class weights.
+            checked.update({(id(leaf), together): leaf for leaf in leaves})
+
+
+def _rows_to_check(leaf: Any) -> int:
+    """Returns the number of first rows of an array whose values are checked; 0 for a file mapped into memory, which is read only when it is needed."""
+    base = leaf.base
+    while isinstance(base, np.ndarray):  # A view of a view has the first view as its base.
+        if isinstance(base, np.memmap):
+            return 0
+        base = base.base
+    return max(1, int(_CHECKED_BYTES // max(leaf.nbytes / max(len(leaf), 1), 1)))
 
 
 def _warn_of_bad_numbers(path: str, leaf: Any) -> None:
     """Warns about NaN and infinity in the first rows of an array; reads it twice if there are none."""
-    if isinstance(leaf.base, np.memmap):
-        return  # Its pages are read only when they are needed.
-    rows = max(1, int(_CHECKED_BYTES // max(leaf.nbytes / max(len(leaf), 1), 1)))
-    part = leaf[:rows]
+    part = leaf[: _rows_to_check(leaf)]
     if not np.issubdtype(part.dtype, np.floating) or not part.size or np.isfinite([part.min(), part.max()]).all():
         return
     bad = int((~np.isfinite(part.reshape(len(part), -1)).all(axis=1)).sum())

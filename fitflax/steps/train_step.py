@@ -22,7 +22,7 @@ from fitflax.leaves import describe_shapes, named_leaves
 from fitflax.logs import UNDEFINED, Kind, default_direction
 from fitflax.metrics import Mean, Metric
 from fitflax.models.base import Draws
-from fitflax.state import AxisNames, Batch, PyTree, TrainState, start_average
+from fitflax.state import AxisNames, Batch, PyTree, TrainState, global_norm, start_average
 from fitflax.steps.gradients import MUTABLE_HINT, ForwardPass, Notes, StreamKeys, merge_all, ratio, split, split_key
 from fitflax.steps.live_state import same_types, strong_types
 from fitflax.steps.optimizer import MIN_SCALE, is_finite, loss_functions, unscaled
@@ -172,7 +172,7 @@ class Task(ForwardPass):
         step, params = state.step + 1, optax.apply_updates(params, updates)
         model_state = self.strategy.unify(forward.model_state, state.model_state) if unify else forward.model_state
         metrics = self._reduce_metrics({key: forward.metrics[key] for key in notes.order})
-        norm = optax.tree.norm(grads).astype(jnp.float32) if keep.norm else UNKNOWN_NORM
+        norm = global_norm(grads).astype(jnp.float32) if keep.norm else UNKNOWN_NORM
         is_norm_finite = jnp.isfinite(norm) if keep.norm else jnp.bool_(True)
         is_good, is_skipped = jnp.isfinite(loss) & is_norm_finite, None
         new_state = same_types(dataclasses.replace(state, step=step, params=params, model_state=model_state, opt_state=opt_state), state)

@@ -11,6 +11,7 @@ from flax import linen as nn
 import fitflax
 from fitflax.callbacks import ModelCheckpoint
 from fitflax.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError, FitflaxWarning, NotReadyError, RestoreError
+from fitflax.loops import session_state
 from fitflax.parallel import DataParallel
 from tests.run_script import TRAIN, VALID, Network, differences, make_trainer, state_of
 
@@ -139,6 +140,21 @@ def test_another_optimizer_is_an_error_that_names_the_optimizer_state(saved):
         compiled(late, optax.sgd(0.1, momentum=0.9))
     compiled(late)
     assert not differences(state_of(late), saved[1])
+
+
+def test_the_optimizer_state_of_a_restore_before_compile_is_kept_if_compile_fails(saved, monkeypatch):
+    def fails_to_start(params: Any) -> Any:
+        raise MemoryError
+
+    path, state, *_ = saved
+    trainer = bare()
+    trainer.restore(path)
+    with monkeypatch.context() as patch:
+        patch.setattr(session_state, "start_average", fails_to_start)
+        with pytest.raises(MemoryError):
+            trainer.compile("adam", "sparse_categorical_crossentropy", ["accuracy"], learning_rate=0.05, ema_decay=0.9)
+    compiled(trainer)
+    assert not differences(state_of(trainer), state)
 
 
 def test_a_model_that_does_not_fit_a_restore_before_compile_is_an_error_before_training(saved):

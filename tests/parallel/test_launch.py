@@ -33,6 +33,22 @@ def test_initialize_must_be_called_before_devices_are_used():
         parallel.initialize("127.0.0.1:1", 2, 0)
 
 
+def test_a_task_of_a_launcher_must_be_initialized_before_devices_are_used(monkeypatch):
+    jax.devices()
+    task = {"JOB_ID": "1", "STEP_NODELIST": "localhost", "NTASKS": "2", "PROCID": "0", "LOCALID": "0"}
+    with monkeypatch.context() as patch:
+        for name, value in task.items():
+            patch.setenv(f"SLURM_{name}", value)
+        with pytest.raises(NotReadyError, match="must run before JAX's devices are used"):
+            parallel.initialize()
+        patch.setenv("SLURM_NTASKS", "1")
+        parallel.initialize()  # Alone.
+    with monkeypatch.context() as patch:
+        patch.setenv("JAX_COORDINATOR_ADDRESS", "localhost:1")
+        with pytest.raises(NotReadyError, match="must run before JAX's devices are used"):
+            parallel.initialize()
+
+
 def test_missing_arguments_are_an_error_that_names_them(monkeypatch):
     def refuse(**options: object) -> None:
         raise ValueError("Number of processes must be defined.")

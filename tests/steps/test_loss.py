@@ -1,4 +1,5 @@
 import collections
+import pathlib
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ import fitflax
 from fitflax import metrics
 from fitflax.errors import ConfigError, DataError, LossError, MetricError
 from fitflax.parallel import DataParallel
+from fitflax.steps import program
 from fitflax.steps.loss import Objective
 from fitflax.steps.outputs import named_outputs
 
@@ -365,6 +367,47 @@ def test_labels_outside_the_classes_are_an_error_before_the_first_step(method: s
     with pytest.raises(DataError, match="y holds labels from 0 to 3, but the module has 3 outputs"):
         getattr(trainer, method)(X, np.array([0, 1, 3, 2, 0, 0]), verbose=0)
     assert trainer.step == 0
+
+
+def test_labels_and_weights_in_equal_arrays_are_checked_once(monkeypatch: pytest.MonkeyPatch):
+    checks, check = [], Objective.check_labels
+
+    def counted(*args: Any) -> None:
+        checks.append(check(*args))
+
+    monkeypatch.setattr(Objective, "check_labels", counted)
+    trainer = fitflax.Trainer(nn.Dense(3))
+    trainer.compile("sgd", "sparse_categorical_crossentropy")
+    trainer.build(X)
+    y, weights = np.array([0, 1, 3, 2, 0, 0], np.int32), np.array([1, 1, 0, 1, 1, 1], np.float32)
+    for number in (1, 1, 2):
+        trainer.evaluate(X, y, sample_weight=weights if number == 1 else weights.copy(), verbose=0)
+        assert len(checks) == number
+    with pytest.raises(DataError, match="y holds labels from 0 to 3"):
+        trainer.evaluate(X, y, verbose=0)
+
+
+@pytest.mark.parametrize("validation_split", [0.0, 1 / 3])
+def test_labels_in_a_file_are_not_read_for_the_check(validation_split: float, tmp_path: pathlib.Path):
+    np.save(tmp_path / "y.npy", np.array([0, 1, 0, 3, 1, 2], np.int32))
+    trainer = fitflax.Trainer(nn.Dense(3), parallel=DataParallel(jax.devices()[:1]))
+    trainer.compile("sgd", "sparse_categorical_crossentropy")
+    y = np.load(tmp_path / "y.npy", mmap_mode="r")
+    for weights in (None, np.ones(6, np.float32)):
+        history = trainer.fit(X, y, weights, batch_size=2, steps_per_epoch=1, shuffle=False, validation_split=validation_split, verbose=0).history
+        assert np.isfinite(history["loss"][0])
+
+
+@pytest.mark.parametrize("weights", [None, np.ones(6, np.float32)])
+def test_only_the_first_gigabyte_of_labels_is_checked(weights: Any, monkeypatch: pytest.MonkeyPatch):
+    trainer = fitflax.Trainer(nn.Dense(3), parallel=DataParallel(jax.devices()[:1]))
+    trainer.compile("sgd", "sparse_categorical_crossentropy")
+    y = np.array([0, 1, 0, 3, 1, 2], np.int32)
+    monkeypatch.setattr(program, "_CHECKED_BYTES", 3 * y.itemsize)
+    trainer.fit(X, y, weights, batch_size=2, steps=1, shuffle=False, verbose=0)
+    monkeypatch.setattr(program, "_CHECKED_BYTES", 4 * y.itemsize)
+    with pytest.raises(DataError, match="y holds labels from 0 to 3"):
+        trainer.fit(X, y.copy(), weights, batch_size=2, steps=1, shuffle=False, verbose=0)
 
 
 @pytest.mark.slow

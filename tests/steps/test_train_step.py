@@ -356,6 +356,13 @@ def test_gradients_norm_is_the_norm_of_the_global_gradient(devices: Devices):
         assert checkpoint.gradients_norm == pytest.approx(float(optax.tree.norm(gradient)), rel=1e-5)
 
 
+def test_norms_of_float16_arrays_do_not_overflow(devices: Devices):
+    model = nn.Dense(1, use_bias=False, param_dtype=jnp.float16, kernel_init=nn.initializers.constant(300))
+    trainer = trainer_of(model, devices(1), lambda outputs, targets: 300 * outputs[:, 0])
+    (checkpoint,) = trainer.train_loop(np.ones((8, 4), np.float32), np.zeros((8, 1), np.float32), steps=1)
+    assert checkpoint.gradients_norm == 600 and checkpoint.params_norm == pytest.approx(540, rel=1e-2)
+
+
 # -- compute_loss --
 
 
