@@ -108,6 +108,11 @@ class Objective:
         """Whether a built-in loss takes logits."""
         return any(isinstance(loss, _NamedLoss) and takes_logits(loss.name) for loss in jax.tree.leaves(self._loss))
 
+    @property
+    def has_labels_to_check(self) -> bool:
+        """Whether `check_labels` checks the targets of an output."""
+        return any(isinstance(loss, _NamedLoss) and loss.is_bounded for loss in jax.tree.leaves(self._loss))
+
     def activation_faults(self, activations: PyTree) -> list[str]:
         """Returns messages about outputs that end with an activation that their built-in loss applies itself.
 
@@ -203,13 +208,13 @@ class _NamedLoss:
 
 
 def _with_weight(target: np.ndarray[Any, Any], weights: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Returns the labels whose weight is not 0, in one axis; all labels if the weights have other shapes, as for another output.
+    """Returns the labels whose weight is not 0; all labels if the weights have other shapes, as for another output.
 
     >>> _with_weight(np.array([[1, 2], [3, 4]]), np.array([[0.0], [1.0]])).tolist()
     [3, 4]
     """
     fits = weights.ndim <= target.ndim and all(width in (1, length) for width, length in zip(weights.shape, target.shape, strict=False))
-    return target[np.broadcast_to((weights != 0).reshape(weights.shape + (1,) * (target.ndim - weights.ndim)), target.shape)] if fits else target
+    return target[np.broadcast_to(weights != 0, target.shape[: weights.ndim])] if fits else target
 
 
 def _map_spec(resolve: Callable[[Any], Any], spec: Any) -> Any:

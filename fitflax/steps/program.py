@@ -467,7 +467,8 @@ def check_in_memory(program: Program, source: Source, state: TrainState, batch: 
                 _warn_of_bad_numbers(path, leaf)
     leaves = jax.tree.leaves((source.y, source.weights))
     together = tuple(map(id, leaves))  # Labels of weight 0 are not checked.
-    if task.uses_compiled_loss and (train or any(checked.get((id(leaf), together)) is not leaf for leaf in leaves)):
+    is_checked = not train and all(checked.get((id(leaf), together)) is leaf for leaf in leaves)
+    if task.uses_compiled_loss and task.objective.has_labels_to_check and not is_checked:
         outputs = program.dry_run.step_outputs(state, batch, train=train)
         rows = min(filter(None, map(_rows_to_check, jax.tree.leaves(source.y))), default=0)
         targets = jax.tree.map(lambda leaf: leaf[: min(rows, _rows_to_check(leaf))], source.y)

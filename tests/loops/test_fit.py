@@ -22,6 +22,7 @@ from fitflax.loops import fit, training_loop
 from fitflax.loops.session import DataAdapter
 from fitflax.loops.training_loop import Run
 from fitflax.parallel import DataParallel
+from fitflax.steps.loss import Objective
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(12, 4)).astype(np.float32)
@@ -163,6 +164,11 @@ def test_case_6_labels_of_class_weight_zero_may_be_outside_of_the_classes():
     assert history["loss"] == pytest.approx(whole.fit(x[is_counted], labels[is_counted], batch_size=3, verbose=0).history["loss"], rel=1e-5)
     with pytest.raises(DataError, match="y holds labels from 1 to 255"):
         some.fit(x, labels, class_weight={0: 0}, verbose=0)
+
+
+def test_case_6_class_weights_of_all_examples_are_not_computed_if_the_loss_has_no_labels_to_check(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Objective, "check_labels", lambda *_: pytest.fail("The class weights were computed to check labels."))
+    make(nn.Dense(1), "mse").fit(np.zeros((4, 4), np.float32), np.ones((4, 1), np.float32), class_weight={1: 2.0}, verbose=0)
 
 
 def test_case_6_labels_without_a_class_weight_have_weight_one():
