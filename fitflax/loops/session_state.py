@@ -122,7 +122,7 @@ class SessionState:
         live, pending = self.live, self._pending
         if live is None or self.is_serving:
             return
-        before = live.carry
+        before = live.version
         try:
             if pending is not None:
                 self._restore_optimizer(pending)
@@ -130,9 +130,11 @@ class SessionState:
                 self._init_optimizer()
             self._match_numerics()
         except BaseException:
-            if live.carry is not before:
-                self._pending = pending  # The next compile() restores or initializes the optimizer state again.
-                self._task.discard()
+            self._pending = pending
+            if live.version != before:
+                if pending is not None:
+                    self._update(dataclasses.replace(live.borrow(), opt_state=()))  # As before, so that the next compile() does not put a second one beside it.
+                self._task.discard()  # The next compile() restores or initializes the optimizer state again.
             raise
 
     def _restore_optimizer(self, saved: Saved) -> None:
