@@ -43,6 +43,11 @@ def test_a_task_of_a_launcher_must_be_initialized_before_devices_are_used(monkey
             parallel.initialize()
         patch.setenv("SLURM_NTASKS", "1")
         parallel.initialize()  # Alone.
+        patch.setenv("JAX_COORDINATOR_ADDRESS", "")
+        parallel.initialize()
+        patch.setenv("SLURM_NTASKS", "")  # JAX's detection raises a ValueError.
+        with pytest.raises(NotReadyError, match="must run before JAX's devices are used"):
+            parallel.initialize()
     with monkeypatch.context() as patch:
         patch.setenv("JAX_COORDINATOR_ADDRESS", "localhost:1")
         with pytest.raises(NotReadyError, match="must run before JAX's devices are used"):
