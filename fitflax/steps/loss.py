@@ -130,7 +130,7 @@ class Objective:
     def check_labels(self, outputs: PyTree, targets: PyTree, weights: Any = None) -> None:
         """Raises `DataError` if integer labels are not in the range of classes, or probabilities not from 0 to 1.
 
-        Takes the shapes of the module's outputs and all targets and weights, NumPy; labels of weight 0 are not checked.
+        Takes the shapes of the module's outputs, and targets and weights, NumPy, of which targets may have fewer rows; labels of weight 0 are not checked.
         """
         for loss, _, output in self._terms(outputs):
             if not isinstance(loss, _NamedLoss) or not loss.is_bounded:
@@ -139,7 +139,8 @@ class Objective:
             target = targets if output is None else output.targets(targets)
             where = "y" if output is None or target is targets else f"y[{output.path!r}]"
             if weights is not None:
-                target = _with_weight(np.asarray(target), np.asarray(weights))
+                target = np.asarray(target)
+                target = _with_weight(target, np.asarray(weights)[: len(target)])
             if not np.size(target) or not shape:
                 continue
             low, high = np.min(target), np.max(target)

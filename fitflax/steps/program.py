@@ -6,6 +6,7 @@ compiled ahead, and every call takes one batch.
 
 import itertools
 import math
+import mmap
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -466,12 +467,12 @@ def check_in_memory(program: Program, source: Source, state: TrainState, batch: 
                 checked[id(leaf)] = leaf
                 _warn_of_bad_numbers(path, leaf)
     leaves = jax.tree.leaves((source.y, source.weights))
-    together = tuple(map(id, leaves))  # Labels of weight 0 are not checked.
+    together = tuple(map(id, leaves))  # Arrays are checked together, because labels of weight 0 are not checked.
     is_checked = not train and all(checked.get((id(leaf), together)) is leaf for leaf in leaves)
     if task.uses_compiled_loss and task.objective.has_labels_to_check and not is_checked:
         outputs = program.dry_run.step_outputs(state, batch, train=train)
-        rows = min(filter(None, map(_rows_to_check, jax.tree.leaves(source.y))), default=0)
-        targets = jax.tree.map(lambda leaf: leaf[: min(rows, _rows_to_check(leaf))], source.y)
+        targets = jax.tree.map(lambda leaf: leaf[: _rows_to_check(leaf)], source.y)
+        rows = max(map(len, jax.tree.leaves(targets)), default=0)
         weights = jax.tree.map(lambda leaf: leaf[:rows], source.weights)
         if batcher is not None:
             weights = batcher.apply_class_weight(Triple(source.x, targets, weights)).weights
@@ -482,11 +483,11 @@ def check_in_memory(program: Program, source: Source, state: TrainState, batch: 
 
 def _rows_to_check(leaf: Any) -> int:
     """Returns the number of first rows of an array whose values are checked; 0 for a file mapped into memory, which is read only when it is needed."""
-    base = leaf.base
-    while isinstance(base, np.ndarray):  # A view of a view has the first view as its base.
-        if isinstance(base, np.memmap):
-            return 0
+    base = leaf
+    while isinstance(base, np.ndarray):  # A view of a view has the first view as its base. Copies of an `np.memmap` have its type, but are in memory.
         base = base.base
+    if isinstance(base, mmap.mmap):
+        return 0
     return max(1, int(_CHECKED_BYTES // max(leaf.nbytes / max(len(leaf), 1), 1)))
 
 

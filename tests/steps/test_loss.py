@@ -396,6 +396,24 @@ def test_labels_in_a_file_are_not_read_for_the_check(validation_split: float, tm
     for weights in (None, np.ones(6, np.float32)):
         history = trainer.fit(X, y, weights, batch_size=2, steps_per_epoch=1, shuffle=False, validation_split=validation_split, verbose=0).history
         assert np.isfinite(history["loss"][0])
+    with pytest.raises(DataError, match="y holds labels from 0 to 3"):
+        trainer.fit(X, y.astype(np.int32), verbose=0)  # A copy in memory, whose type is np.memmap.
+
+
+def test_labels_of_an_output_are_checked_even_if_those_of_another_output_are_large(monkeypatch: pytest.MonkeyPatch):
+    class Outputs(nn.Module):
+        @nn.compact
+        def __call__(self, x: Any) -> Any:
+            return {"large": nn.Dense(3)(x), "small": nn.Dense(3)(x)}
+
+    monkeypatch.setattr(program, "_CHECKED_BYTES", 4 * 6)
+    trainer = fitflax.Trainer(Outputs(), parallel=DataParallel(jax.devices()[:1]))
+    trainer.compile("sgd", {"large": "mse", "small": "sparse_categorical_crossentropy"})
+    y = {"large": np.zeros((6, 3), np.float32), "small": np.array([0, 1, 0, 2, 3, 2], np.int32)}
+    trainer.fit(X, y, np.array([1, 1, 1, 1, 0, 1], np.float32), batch_size=2, steps=1, shuffle=False, verbose=0)
+    for weights in (None, np.ones(6, np.float32)):
+        with pytest.raises(DataError, match=r"y\['small'\] holds labels from 0 to 3"):
+            trainer.fit(X, y, weights, batch_size=2, steps=1, shuffle=False, verbose=0)
 
 
 @pytest.mark.parametrize("weights", [None, np.ones(6, np.float32)])
