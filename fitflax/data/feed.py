@@ -24,9 +24,13 @@ from fitflax.data.padding import Batcher
 from fitflax.data.sources import OneShotSource, Source
 from fitflax.data.torch_loader import is_tensor, torch_batch
 from fitflax.errors import warn
+from fitflax.leaves import aligned_memory
 from fitflax.state import Batch
 
 _MARK = "_fitflax_is_from_data"
+
+# From this size on, aligning a copy takes less time than the second copy that JAX makes of memory that is not aligned.
+_ALIGNED_BYTES = 2**20
 
 
 class Feed:
@@ -342,10 +346,18 @@ def _failing(error: Exception) -> Iterator[Triple]:
 
 
 def _copied(leaf: Any) -> Any:
-    """Returns a copy of an array or a tensor as an array, because a loader may reuse one buffer, which a step may still be reading."""
-    if isinstance(leaf, np.ndarray):
-        return leaf.copy()
-    return np.array(torch_batch(leaf)) if is_tensor(leaf) else leaf
+    """Returns a copy of an array or a tensor as a plain array, because a loader may reuse one buffer, which a step may still be reading."""
+    if not isinstance(leaf, np.ndarray):
+        if not is_tensor(leaf):
+            return leaf
+        leaf = torch_batch(leaf)
+    if isinstance(leaf, np.ma.MaskedArray):
+        return leaf.copy()  # Its values may be missing.
+    if leaf.nbytes < _ALIGNED_BYTES or leaf.dtype.kind not in "biufc":
+        return np.array(leaf, order="C")
+    copy = aligned_memory(leaf.nbytes).view(leaf.dtype).reshape(leaf.shape)
+    np.copyto(copy, leaf)
+    return copy
 
 
 def _structure_and_shapes(batch: Batch) -> tuple[Any, list[tuple[Any, Any]]]:
