@@ -153,6 +153,7 @@ class Feed:
         """
         batches: list[FedBatch] = []
         is_checked, rows = self.source.is_checked, len(batch.mask)
+        shapes = None if is_checked else _structure_and_shapes(batch)
         while len(batches) < count and not self._pending and (self._buffer or not self.pass_has_ended):
             try:
                 fed = self.more(count - len(batches))
@@ -162,7 +163,7 @@ class Feed:
             if fed is None:
                 self._pending.append(None)
             # Batches of checked sources differ only in their number of rows, and comparing all shapes takes longer than slicing a batch.
-            elif len(fed.batch.mask) == rows if is_checked else _structure_and_shapes(fed.batch) == _structure_and_shapes(batch):
+            elif len(fed.batch.mask) == rows if is_checked else _structure_and_shapes(fed.batch) == shapes:
                 batches.append(fed)
             else:
                 self.push_back()
@@ -194,13 +195,13 @@ class Feed:
             triple = self._read_raw(iterator, read)
             if triple is None:
                 return []
-            fed = self.batcher(triple, is_checked=source.is_checked, more=lambda: self._read_raw(iterator, read))
+            fed = self.batcher(triple, self._position, is_checked=source.is_checked, more=lambda: self._read_raw(iterator, read))
         except BaseException:
             self._pass = None  # Its state may count a batch that was never returned, so take no more bookmarks.
             raise
         if fed.real is not None:
             source.together = self.batcher.num_combined
-        self._buffer.append(fed._replace(position=Position(self._position.passes, self._position.examples + fed.num_real)))
+        self._buffer.append(fed)
         return read
 
     def _read_raw(self, iterator: Iterator[Triple], read: list[Triple]) -> Triple | None:
