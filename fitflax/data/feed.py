@@ -74,7 +74,7 @@ class Feed:
         # Batches that were to be joined with others, which could not be read; and whether the pass has ended.
         self._leftover: list[Triple] = []
         self._has_ended_early = False
-        # What `next_like` leaves to `next`: an error, or None for the end of the pass.
+        # What `next_like` and `next_of_pass` leave to `next`: an error, or None for the end of the pass.
         self._pending: list[Exception | None] = []
         self._bookmarks = Bookmarks(clock, kept) if is_saved else None
         # The open pass, if its states are taken; the bookmark to resume from; whether the last pass had a state.
@@ -129,6 +129,22 @@ class Feed:
         if error is not None:
             raise error
         return None
+
+    def next_of_pass(self, ahead: int | None = None) -> FedBatch | None:
+        """Returns the next batch of the same pass like `next`; at its end or after an error `None`, which is kept for the following call of `next`."""
+        try:
+            fed = self.next(ahead)
+        except Exception as error:  # noqa: BLE001 (next() raises it)
+            self._pending.append(error)
+            return None
+        if fed is None:
+            self._pending.append(None)
+        return fed
+
+    def raise_kept_error(self) -> None:
+        """Raises the error that `next` would raise, if `next_like` or `next_of_pass` has kept one."""
+        if self._pending and self._pending[-1] is not None:
+            self.next()
 
     def more(self, ahead: int | None = None) -> FedBatch | None:
         """Returns the next batch like `next`, but earlier batches can still be pushed back."""
@@ -327,10 +343,10 @@ class Feed:
                 self._buffer.append(fed)
 
     @property
-    def has_more(self) -> bool:
-        """Whether the pass certainly has another batch; `False` if that is unknown."""
+    def has_more(self) -> bool | None:
+        """Whether the pass has another batch; `None` if only `next_of_pass` can tell."""
         source = self.source
-        return source.knows_length and source.num_examples is not None and self._position.examples < source.num_examples
+        return self._position.examples < source.num_examples if source.knows_length and source.num_examples is not None else None
 
     @property
     def pass_has_ended(self) -> bool | None:
