@@ -5,6 +5,7 @@ import math
 import pathlib
 import runpy
 import zlib
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -96,6 +97,21 @@ def make_data(workload: Workload) -> tuple[np.ndarray, np.ndarray]:
     shape = (sizes["side"], sizes["side"], 1) if workload.kind == "cnn" else (sizes["inputs"],)
     x = rng.random((workload.rows, *shape), np.float32) - 0.5
     return x, (x.reshape(workload.rows, -1) @ rng.standard_normal((math.prod(shape), 10), np.float32)).argmax(-1).astype(np.int32)
+
+
+def order(number: int, rows: int) -> np.ndarray:
+    """Returns the order of examples in a pass, which is that of `fit`."""
+    return np.random.default_rng([SEED, number]).permutation(rows)
+
+
+def batches(x: np.ndarray, y: np.ndarray, rows: int, order: np.ndarray | None = None) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yields the inputs and labels of `rows` examples at a time, in a given order."""
+    for begin in range(0, len(x), rows):
+        if order is None:
+            yield x[begin : begin + rows], y[begin : begin + rows]
+        else:
+            chosen = order[begin : begin + rows]
+            yield x.take(chosen, 0), y.take(chosen, 0)  # Faster than x[chosen] for few rows.
 
 
 def initial(path: str, shape: tuple[int, ...]) -> np.ndarray:

@@ -1,7 +1,7 @@
 """Argument names of Keras and other trainers, with hints that say what to use instead.
 
 A hint completes the sentence `NAME does not take ARGUMENT=; ...` and does not end with a period. A hint that begins with `use OTHER=` or `pass OTHER=` is given
-only by functions that take OTHER. The key `POSITIONAL` has the hint for calls with too many positional arguments.
+only by functions that take OTHER, and one with `use OTHER(` not by OTHER. The key `POSITIONAL` has the hint for calls with too many positional arguments.
 """
 
 import functools
@@ -47,7 +47,7 @@ CALLBACKS = {
     "tags": "pass options={'tags': [...]} instead",
     **{name: f"pass options={{{name!r}: ...}} instead" for name in ("group", "id", "job_type", "notes")},
     "config": "pass fit(config=...) instead",
-    "log_model": "pass a BestCheckpoint or ModelCheckpoint of the run as checkpoint=",
+    "log_model": "pass checkpoint= with a BestCheckpoint or ModelCheckpoint of the run",
 }
 TRAINER = {
     "rng": "use rngs= for the names of random streams, and seed= for the seed",
@@ -118,7 +118,8 @@ def with_hints(name: str, hints: Mapping[str, str], error: type[FitflaxError]) -
         parameters = inspect.signature(function).parameters
         if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
             return function
-        known = {argument: hint for argument, hint in hints.items() if (other := _OTHER.match(hint)) is None or other[1] in parameters}
+        possible = {argument: hint for argument, hint in hints.items() if (other := _OTHER.match(hint)) is None or other[1] in parameters}
+        known = {argument: hint for argument, hint in possible.items() if not hint.startswith(f"use {name}(")}
         positional = [parameter.name for parameter in parameters.values() if parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
 
         @functools.wraps(function)

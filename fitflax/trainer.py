@@ -397,6 +397,7 @@ class Trainer:
             OptimizerError: `optimizer` is neither a known name nor an optax transformation.
             LossError: A loss is unknown.
             MetricError: A metric is unknown.
+            ModelError: The NNX module was changed after the trainer was created.
             ConfigError: An argument is invalid, or `fit` is running.
 
         >>> trainer = Trainer(nn.Dense(10))
@@ -1324,9 +1325,14 @@ class Trainer:
         if source.is_endless and steps is None:
             raise ConfigError("This data never ends. Pass steps=.")
         # The checkpoint is not assigned to a variable, which would keep it in memory.
-        find = functools.partial(last_finite, storage_options=storage_options)
-        copied = training_copy(self._session, source, class_weight, "hunt_nan", None if restore_from is None else find(restore_from), keep=WATCHED)
-        with copied as (session, feed):
+        with training_copy(
+            self._session,
+            source,
+            class_weight,
+            "hunt_nan",
+            None if restore_from is None else last_finite(restore_from, storage_options=storage_options),
+            keep=WATCHED,
+        ) as (session, feed):
             return hunt_nan(session, feed, steps=steps)
 
     # -- saving --

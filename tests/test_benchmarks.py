@@ -74,7 +74,7 @@ def check_agreement(workload, setup, peers):
 
 @pytest.mark.slow
 def test_the_hand_written_loops_and_fit_agree_and_draw_their_progress_bars(setup):
-    check_agreement(make_workload("tiny", small=True), setup, (*EXACT, "fit16", *WITH_NNX))
+    check_agreement(make_workload("tiny", small=True), setup, (*EXACT, "fit16", "fit_iterator", *WITH_NNX))
     drawn = (setup.directory / "screen").read_text(encoding="utf-8")
     assert "Epoch 2: 64/64 |" in drawn and " 64/64 [" in drawn and "Evaluation: 64/64 |" in drawn
 
@@ -128,9 +128,8 @@ def test_the_hand_written_sums_match_numpy():
     assert sums.tolist() == pytest.approx([losses.sum() + 1, (logits.argmax(axis=1) == y).sum() + 1, 9.0], rel=1e-5)
 
 
-def test_each_pass_uses_all_examples_in_a_different_order(setup):
-    contender = make("jit", make_workload("tiny", small=True), setup)
-    first, second = contender.order(), contender.order()
+def test_each_pass_uses_all_examples_in_a_different_order():
+    first, second = workloads.order(0, 512), workloads.order(1, 512)
     assert not np.array_equal(first, second)
     assert np.array_equal(np.sort(first), np.arange(512)) and np.array_equal(np.sort(second), np.arange(512))
 
@@ -194,6 +193,9 @@ def test_verdicts_use_the_larger_of_the_limit_and_the_control():
     found = {claim.what: claim for claim in compare.claims("mlp", with_nnx, 1000)}
     assert found["fit_nnx / fit"].found.median == pytest.approx(1.2 / 1.2) and found["fit_nnx / fit"].verdict == "ok"
     assert found["fit_nnx / nnx"].found.median == pytest.approx(0.4) and found["evaluate: fit_nnx / nnx"].verdict == "not measured"
+    with_iterator = {"train": TIMES["train"] | {"fit_iterator": [(1.0, 1.4, 1.4, 1.0)] * 3}}
+    found = {claim.what: claim for claim in compare.claims("mlp", with_iterator, 1000)}
+    assert found["fit_iterator / jit"].found.median == pytest.approx(1.4) and found["fit_iterator / jit"].verdict == "over"
     tiny = {claim.what: claim for claim in compare.claims("tiny", TIMES, 10_000)}
     assert tiny["fit - jit"].found.median == pytest.approx(20) and tiny["fit - jit"].verdict == "ok"
     assert tiny["fit16 / jit, 2.5 times as fast"].verdict == "ok"
@@ -214,7 +216,7 @@ def test_different_work_is_detected_by_its_values():
 
 def test_the_peers_of_each_workload_start_with_its_base_and_control():
     assert peers_of("mlp")[:2] == ("jit", "control") and "fit+saving" not in peers_of("mlp")
-    assert set(peers_of("mlp")) - set(peers_of("many_leaves")) == {"pmap", "fit+callbacks", *WITH_NNX}
+    assert set(peers_of("mlp")) - set(peers_of("many_leaves")) == {"pmap", "fit+callbacks", "fit_iterator", *WITH_NNX}
     assert peers_of("digits") == ("fit", "fit_again", "fit+tensorboard", "fit+saving")
 
 

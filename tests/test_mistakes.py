@@ -522,10 +522,11 @@ def test_hints_about_arguments_of_callbacks_name_only_arguments_that_exist():
         for argument in {*keras_names.CALLBACKS} - {*parameters}:
             with pytest.raises((CallbackError, TypeError)) as caught:
                 kind(**{argument: 1})
+            assert f"use {kind.__name__}(" not in str(caught.value)
             if hint := re.search(r"(?:use|pass) (\w+)=", str(caught.value)):
                 assert hint[1] in parameters, caught.value
                 hinted.add((kind.__name__, argument))
-    assert {("ModelCheckpoint", "every_n_epochs"), ("WandbLogger", "dir")} <= hinted
+    assert {("ModelCheckpoint", "every_n_epochs"), ("WandbLogger", "dir"), ("WandbLogger", "log_model")} <= hinted
 
 
 def test_the_error_for_a_directory_of_another_run_names_it_and_the_three_options(tmp_path: pathlib.Path):

@@ -33,6 +33,7 @@ class Peer(NamedTuple):
 
 
 WITH_NNX = ("tiny", "mlp", "lm")
+WITH_ITERATOR = ("tiny", "mlp")
 
 PEERS = {
     "jit": Peer("hand", {"way": "jit"}, "hand-written, jax.jit", evaluates=True, has_process=True),
@@ -41,6 +42,7 @@ PEERS = {
     "scan": Peer("hand", {"way": "scan"}, "hand-written, lax.scan over 16 steps a call"),
     "fit": Peer("fit", {}, "fit with metrics and progress bar", evaluates=True, has_process=True),
     "fit16": Peer("fit", {"steps_per_call": STEPS_PER_CALL}, "the same with compile(steps_per_call=16)"),
+    "fit_iterator": Peer("fit", {"iterator": True}, "fit on an iterator over the batches of jit", evaluates=True, only=WITH_ITERATOR),
     "fit+callbacks": Peer("fit", {"callbacks": "all"}, "fit with checkpoints, TensorBoard, CSV, early stopping and a watch for NaN"),
     "keras": Peer("keras_jax", {}, "Keras 3 on JAX", is_exact=False, evaluates=True, has_process=True),
     "keras16": Peer("keras_jax", {"steps_per_execution": STEPS_PER_CALL}, "the same with steps_per_execution=16", is_exact=False),

@@ -2,9 +2,10 @@
 
 import dataclasses
 import inspect
+import itertools
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import fitflax
 from benchmarks.peers import LOG_EVERY, Contender, Once, Setup, Stretch, Unavailable, Watch
 from benchmarks.peers.models import make_module, make_optimizer, shared_parameters
 from benchmarks.peers.nnx_models import make_nnx_module
-from benchmarks.workloads import SEED, Workload, make_data
+from benchmarks.workloads import SEED, Workload, batches, make_data, order
 from fitflax.callbacks import BestCheckpoint, Callback, CSVLogger, EarlyStopping, LambdaCallback, ModelCheckpoint, ProgressBar, TensorBoard, TerminateOnNaN
 from fitflax.parallel import DataParallel
 
@@ -40,8 +41,9 @@ CALLBACKS: dict[str | None, Callable[[Path], list[Callback]]] = {
 
 
 class Fit(Contender):
-    def __init__(self, workload: Workload, setup: Setup, callbacks: str | None, nnx: bool, compile_options: dict[str, Any]) -> None:
-        self._workload, self._setup = workload, setup
+    def __init__(self, workload: Workload, setup: Setup, callbacks: str | None, nnx: bool, iterator: bool, compile_options: dict[str, Any]) -> None:
+        self._workload, self._setup, self._iterator = workload, setup, iterator
+        self._passes = 0
         self._x, self._y = make_data(workload)
         self._make_callbacks = CALLBACKS[callbacks]
         module = make_nnx_module(workload, own_parameters=setup.own_parameters) if nnx else make_module(workload)
@@ -52,6 +54,14 @@ class Fit(Contender):
             state = self._trainer.state
             self._trainer.replace_state(dataclasses.replace(state, params=shared_parameters(state.params)))
 
+    def _data(self, numbers: Iterable[int] | None = None) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Returns the data as arguments: arrays, or an iterator over the passes with these numbers, by default over one pass that is not shuffled."""
+        x, y, size = self._x, self._y, self._workload.batch_size
+        if not self._iterator:
+            return (x, y), {"batch_size": size}
+        orders = [None] if numbers is None else (order(number, len(x)) for number in numbers)
+        return (itertools.chain.from_iterable(batches(x, y, size, each) for each in orders),), {}
+
     @override
     def train(self, passes: int, on_first_step: Callable[[], None] | None = None) -> Stretch:
         directory = Path(tempfile.mkdtemp(dir=self._setup.directory))
@@ -60,8 +70,11 @@ class Fit(Contender):
         if on_first_step is not None:
             once = Once(on_first_step)
             callbacks.append(LambdaCallback(on_train_batch_end=lambda batch, logs: once(logs)))
-        steps = passes * self._workload.steps
-        history = self._trainer.fit(self._x, self._y, batch_size=self._workload.batch_size, steps=steps, callbacks=callbacks, log_every=LOG_EVERY)
+        data, options = self._data(range(self._passes, self._passes + passes))
+        if self._iterator:
+            options = {"steps_per_epoch": self._workload.steps}
+        self._passes += passes
+        history = self._trainer.fit(*data, steps=passes * self._workload.steps, callbacks=callbacks, log_every=LOG_EVERY, **options)
         # History has read values of the last step, so the device is done. Reading `trainer.state` would make the next stretch begin with a copy of it.
         stretch = watch.stretch({name: history.history[name][-1] for name in ("loss", "accuracy")})
         shutil.rmtree(directory)
@@ -71,19 +84,21 @@ class Fit(Contender):
     def evaluate(self) -> Stretch:
         watch = Watch()
         callbacks = [LambdaCallback(on_test_begin=watch.begin), ProgressBar(file=self._setup.screen)]
-        found = self._trainer.evaluate(self._x, self._y, batch_size=self._workload.batch_size, callbacks=callbacks)
+        data, options = self._data()
+        found = self._trainer.evaluate(*data, callbacks=callbacks, **options)
         return watch.stretch({name: found[name] for name in ("loss", "accuracy")})
 
     @override
     def predict(self) -> Stretch:
         watch = Watch()
-        outputs = self._trainer.predict(self._x, batch_size=self._workload.batch_size, callbacks=[LambdaCallback(on_predict_begin=watch.begin)])
+        data, options = self._data()
+        outputs = self._trainer.predict(data[0], callbacks=[LambdaCallback(on_predict_begin=watch.begin)], **options)
         stretch = watch.stretch({})
         return stretch._replace(values={"outputs": float(np.abs(outputs).mean())})
 
 
-def make(workload: Workload, setup: Setup, *, callbacks: str | None = None, nnx: bool = False, **compile_options: Any) -> Contender:
-    """Returns `fit`; with `nnx`, for an NNX module.
+def make(workload: Workload, setup: Setup, *, callbacks: str | None = None, nnx: bool = False, iterator: bool = False, **compile_options: Any) -> Contender:
+    """Returns `fit`; with `nnx`, for an NNX module, and with `iterator`, on an iterator over the batches of the hand-written loop.
 
     Raises:
         Unavailable: `compile` does not know an option, or there is no NNX module for this workload.
@@ -91,4 +106,4 @@ def make(workload: Workload, setup: Setup, *, callbacks: str | None = None, nnx:
     for name in compile_options:
         if name not in inspect.signature(fitflax.Trainer.compile).parameters:
             raise Unavailable(f"not built: compile() takes no {name}")
-    return Fit(workload, setup, callbacks, nnx, compile_options)
+    return Fit(workload, setup, callbacks, nnx, iterator, compile_options)

@@ -5,7 +5,7 @@ ahead of the device.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -20,7 +20,7 @@ from typing_extensions import override
 from benchmarks.peers import LOG_EVERY, STEPS_PER_CALL, Contender, Setup, Stretch, Watch
 from benchmarks.peers.models import make_module, make_optimizer, shared_parameters
 from benchmarks.peers.nnx_models import make_nnx_module
-from benchmarks.workloads import SEED, Workload, make_data
+from benchmarks.workloads import SEED, Workload, batches, make_data, order
 
 AXIS = "replica"
 
@@ -154,29 +154,24 @@ class Hand(Contender):
         self._state = loop.state
         self._per_call = loop.lead[0] if loop.lead else 1
 
-    def _take(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        x, y = self._x.take(rows, 0), self._y.take(rows, 0)  # Faster than x[rows] for few rows.
-        if not self._loop.lead:
-            return x, y
-        return x.reshape(*self._loop.lead, -1, *x.shape[1:]), y.reshape(*self._loop.lead, -1, *y.shape[1:])
-
-    def order(self) -> np.ndarray:
-        """Returns the order of examples in the next pass, which is that of `fit`."""
+    def _batches(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Yields what the calls of the next pass take."""
         self._passes += 1
-        return np.random.default_rng([SEED, self._passes - 1]).permutation(len(self._x))
+        whole = batches(self._x, self._y, self._workload.batch_size * self._per_call, order(self._passes - 1, len(self._x)))
+        if not (lead := self._loop.lead):
+            return whole
+        return ((x.reshape(*lead, -1, *x.shape[1:]), y.reshape(*lead, -1, *y.shape[1:])) for x, y in whole)
 
     @override
     def train(self, passes: int, on_first_step: Callable[[], None] | None = None) -> Stretch:
-        step, state, take, steps, per_call = self._loop.step, self._state, self._take, self._workload.steps, self._per_call
-        rows_per_call = self._workload.batch_size * per_call
+        step, state, steps, per_call = self._loop.step, self._state, self._workload.steps, self._per_call
         watch = Watch()
         watch.begin()
         for _ in range(passes):
-            order, sums, shown = self.order(), jnp.zeros(3), 0
+            sums, shown = jnp.zeros(3), 0
             bar = tqdm(total=steps, file=self._screen, dynamic_ncols=True)
-            for done in range(per_call, steps + 1, per_call):
-                begin = (done - per_call) * self._workload.batch_size
-                state, sums = step(state, sums, *take(order[begin : begin + rows_per_call]))
+            for done, batch in zip(range(per_call, steps + 1, per_call), self._batches(), strict=True):
+                state, sums = step(state, sums, *batch)
                 if on_first_step is not None:
                     jax.block_until_ready(sums)
                     on_first_step()
@@ -193,13 +188,13 @@ class Hand(Contender):
 
     @override
     def evaluate(self) -> Stretch:
-        add, state, size = self._loop.add, self._state, self._workload.batch_size
+        add, state = self._loop.add, self._state
         watch = Watch()
         watch.begin()
         sums = jnp.zeros(3)
         bar = tqdm(total=self._workload.steps, file=self._screen, dynamic_ncols=True)
-        for done in range(1, self._workload.steps + 1):
-            sums = add(state, sums, self._x[(done - 1) * size : done * size], self._y[(done - 1) * size : done * size])
+        for done, batch in enumerate(batches(self._x, self._y, self._workload.batch_size), 1):
+            sums = add(state, sums, *batch)
             if done % LOG_EVERY == 0:
                 bar.update(LOG_EVERY)
         found = means(sums)

@@ -24,9 +24,13 @@ from fitflax.data.padding import Batcher
 from fitflax.data.sources import OneShotSource, Source
 from fitflax.data.torch_loader import is_tensor, torch_batch
 from fitflax.errors import warn
+from fitflax.leaves import aligned_memory
 from fitflax.state import Batch
 
 _MARK = "_fitflax_is_from_data"
+
+# From this size on, aligning a copy takes less time than the second copy that JAX makes of memory that is not aligned.
+_ALIGNED_BYTES = 2**20
 
 
 class Feed:
@@ -70,7 +74,7 @@ class Feed:
         # Batches that were to be joined with others, which could not be read; and whether the pass has ended.
         self._leftover: list[Triple] = []
         self._has_ended_early = False
-        # What `next_like` leaves to `next`: an error, or None for the end of the pass.
+        # What `next_like` and `next_of_pass` leave to `next`: an error, or None for the end of the pass.
         self._pending: list[Exception | None] = []
         self._bookmarks = Bookmarks(clock, kept) if is_saved else None
         # The open pass, if its states are taken; the bookmark to resume from; whether the last pass had a state.
@@ -126,6 +130,22 @@ class Feed:
             raise error
         return None
 
+    def next_of_pass(self, ahead: int | None = None) -> FedBatch | None:
+        """Returns the next batch of the same pass like `next`; at its end or after an error `None`, which is kept for the following call of `next`."""
+        try:
+            fed = self.next(ahead)
+        except Exception as error:  # noqa: BLE001 (next() raises it)
+            self._pending.append(error)
+            return None
+        if fed is None:
+            self._pending.append(None)
+        return fed
+
+    def raise_kept_error(self) -> None:
+        """Raises the error that `next` would raise, if `next_like` or `next_of_pass` has kept one."""
+        if self._pending and self._pending[-1] is not None:
+            self.next()
+
     def more(self, ahead: int | None = None) -> FedBatch | None:
         """Returns the next batch like `next`, but earlier batches can still be pushed back."""
         raw = [] if self._buffer else self._fill(ahead)
@@ -149,6 +169,7 @@ class Feed:
         """
         batches: list[FedBatch] = []
         is_checked, rows = self.source.is_checked, len(batch.mask)
+        shapes = None if is_checked else _structure_and_shapes(batch)
         while len(batches) < count and not self._pending and (self._buffer or not self.pass_has_ended):
             try:
                 fed = self.more(count - len(batches))
@@ -158,7 +179,7 @@ class Feed:
             if fed is None:
                 self._pending.append(None)
             # Batches of checked sources differ only in their number of rows, and comparing all shapes takes longer than slicing a batch.
-            elif len(fed.batch.mask) == rows if is_checked else _structure_and_shapes(fed.batch) == _structure_and_shapes(batch):
+            elif len(fed.batch.mask) == rows if is_checked else _structure_and_shapes(fed.batch) == shapes:
                 batches.append(fed)
             else:
                 self.push_back()
@@ -190,13 +211,13 @@ class Feed:
             triple = self._read_raw(iterator, read)
             if triple is None:
                 return []
-            fed = self.batcher(triple, is_checked=source.is_checked, more=lambda: self._read_raw(iterator, read))
+            fed = self.batcher(triple, self._position, is_checked=source.is_checked, more=lambda: self._read_raw(iterator, read))
         except BaseException:
             self._pass = None  # Its state may count a batch that was never returned, so take no more bookmarks.
             raise
         if fed.real is not None:
             source.together = self.batcher.num_combined
-        self._buffer.append(fed._replace(position=Position(self._position.passes, self._position.examples + fed.num_real)))
+        self._buffer.append(fed)
         return read
 
     def _read_raw(self, iterator: Iterator[Triple], read: list[Triple]) -> Triple | None:
@@ -322,10 +343,10 @@ class Feed:
                 self._buffer.append(fed)
 
     @property
-    def has_more(self) -> bool:
-        """Whether the pass certainly has another batch; `False` if that is unknown."""
+    def has_more(self) -> bool | None:
+        """Whether the pass has another batch; `None` if only `next_of_pass` can tell."""
         source = self.source
-        return source.knows_length and source.num_examples is not None and self._position.examples < source.num_examples
+        return self._position.examples < source.num_examples if source.knows_length and source.num_examples is not None else None
 
     @property
     def pass_has_ended(self) -> bool | None:
@@ -342,10 +363,18 @@ def _failing(error: Exception) -> Iterator[Triple]:
 
 
 def _copied(leaf: Any) -> Any:
-    """Returns a copy of an array or a tensor as an array, because a loader may reuse one buffer, which a step may still be reading."""
-    if isinstance(leaf, np.ndarray):
-        return leaf.copy()
-    return np.array(torch_batch(leaf)) if is_tensor(leaf) else leaf
+    """Returns a copy of an array or a tensor as a plain array, because a loader may reuse one buffer, which a step may still be reading."""
+    if not isinstance(leaf, np.ndarray):
+        if not is_tensor(leaf):
+            return leaf
+        leaf = torch_batch(leaf)
+    if isinstance(leaf, np.ma.MaskedArray):
+        return leaf.copy()  # Its values may be missing.
+    if leaf.nbytes < _ALIGNED_BYTES or leaf.dtype.kind not in "biufc":
+        return np.array(leaf, order="C")
+    copy = aligned_memory(leaf.nbytes).view(leaf.dtype).reshape(leaf.shape)
+    np.copyto(copy, leaf)
+    return copy
 
 
 def _structure_and_shapes(batch: Batch) -> tuple[Any, list[tuple[Any, Any]]]:

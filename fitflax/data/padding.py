@@ -95,11 +95,19 @@ class Batcher:
     def _round_up(self, rows: int) -> int:
         return -(-rows // self._multiple) * self._multiple
 
-    def __call__(self, triple: Triple, *, is_checked: bool = False, more: Callable[[], Triple | None] = lambda: None) -> FedBatch:
-        """Returns the padded batch; its `position` is the one after it if it is the first batch.
+    def __call__(
+        self,
+        triple: Triple,
+        position: Position = Position(),  # noqa: B008 (frozen)
+        *,
+        is_checked: bool = False,
+        more: Callable[[], Triple | None] = lambda: None,
+    ) -> FedBatch:
+        """Returns the padded batch.
 
         Args:
             triple: The batch.
+            position: The position of the data before it.
             is_checked: Whether it is known to hold numeric arrays of one length. Checking a small batch takes as long as slicing it.
             more: Returns the next batch of the pass, `None` at its end. Called for the other shards if inputs are passed whole.
 
@@ -107,23 +115,30 @@ class Batcher:
             DataError: Lengths differ, the batch or its inputs are empty, values are not numbers, or inputs cannot be passed whole.
             ConfigError: Inputs that are passed whole would have to be split.
         """
-        if not is_checked:
+        if is_checked:
+            rows = len(jax.tree.leaves(triple.x)[0])
+        else:
             triple, form = self._check(triple)
             if form.real is not None:
-                return self._join_whole(triple, form, more)
+                return self._join_whole(triple, position, form, more)
+            rows = form.rows
         triple = self.apply_class_weight(triple)
         self._compare_once(tuple(triple))
-        rows = len(jax.tree.leaves(triple.x)[0])
         size = self._size_for(rows)
-        return FedBatch(pad_batch(triple, rows, size, self._part), rows, Position(examples=rows), size=size)
+        return FedBatch(pad_batch(triple, rows, size, self._part), rows, Position(position.passes, position.examples + rows), size=size)
 
     def _check(self, triple: Triple) -> tuple[Triple, Form]:
         """Returns a batch as arrays, and its form. Only values are checked in every batch, because the other checks can take longer than a step."""
         if self._inputs_only:
             triple = triple._replace(y=())
-        leaves, structure = jax.tree.flatten(tuple(triple))
-        are_arrays = all(type(leaf) is np.ndarray or isinstance(leaf, jax.Array) for leaf in leaves)
-        kind = (structure, *((type(leaf), leaf.shape, leaf.dtype) for leaf in leaves)) if are_arrays else None
+        x, y, weights = triple
+        kind: Any
+        if type(x) is type(y) is np.ndarray and weights is None:  # Fast path.
+            leaves, kind = [x, y], (x.shape, x.dtype, y.shape, y.dtype)
+        else:
+            leaves, structure = jax.tree.flatten(tuple(triple))
+            are_arrays = all(type(leaf) is np.ndarray or isinstance(leaf, jax.Array) for leaf in leaves)
+            kind = (structure, *((type(leaf), leaf.shape, leaf.dtype) for leaf in leaves)) if are_arrays else None
         checked = None if kind is None else self._checked.get(kind)
         if checked is not None:
             for index, path in checked.wide:
@@ -153,7 +168,7 @@ class Batcher:
             raise DataError("The data yielded a batch of 0 examples. Leave empty batches out.")
         return Triple(x, y, weights), form
 
-    def _join_whole(self, triple: Triple, form: Form, more: Callable[[], Triple | None]) -> FedBatch:
+    def _join_whole(self, triple: Triple, position: Position, form: Form, more: Callable[[], Triple | None]) -> FedBatch:
         """Returns a batch whose inputs are passed whole, concatenated with those that follow it, or with padding, so that each shard has one."""
         shards, (index, count) = self.num_shards, self._part
         if (reason := self._why_not_whole()) is not None:
@@ -180,11 +195,14 @@ class Batcher:
         x, y, weights = self.apply_class_weight(Triple(*joined([(boxed(each.x), each.y, each.weights) for each in local_triples])))
         mask = real.reshape(count, -1)[index]
         batch = Batch(x, y, full_mask(len(mask)) if mask.all() else mask, weights)
-        return FedBatch(batch, num_real, Position(examples=num_real), size=len(real), real=real, is_counted=form.is_counted)
+        after = Position(position.passes, position.examples + num_real)
+        return FedBatch(batch, num_real, after, size=len(real), real=real, is_counted=form.is_counted)
 
     def apply_class_weight(self, triple: Triple) -> Triple:
         """Returns rows with float32 weights, which include those of the classes."""
         x, y, weights = triple
+        if weights is None and self._class_weight is None:
+            return triple
         if weights is not None:  # Reading a JAX array would wait for the device.
             weights = weights.astype(jnp.float32) if isinstance(weights, jax.Array) else np.asarray(weights, np.float32)
         if self._class_weight is not None:

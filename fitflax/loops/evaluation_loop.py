@@ -22,7 +22,7 @@ from fitflax.errors import DataError, warn
 from fitflax.logs import Kind, Logs, TimeSpent, Values
 from fitflax.loops.session import Session
 from fitflax.loops.signals import Interruption
-from fitflax.state import Batch, PyTree, TrainState
+from fitflax.state import Batch, PyTree, TrainState, shapes_key
 from fitflax.steps.live_state import Carry, Sums
 from fitflax.steps.outputs import Returned
 from fitflax.steps.program import Program, check_in_memory, check_measures, check_total_weight
@@ -57,6 +57,7 @@ class Evaluation:
         self._session, self._program, self._source, self._steps, self.name = session, program, source, steps, name
         self._make_feed = session.task.feeder.evaluations(source, name, steps, exact=lambda: program.dry_run.loss_is_scalar)
         self._pad = session.task.pad
+        self._dry_runs: set[Any] = set()
         self._callbacks, self._interruption = callbacks or CallbackList(), interruption or Interruption()
 
     def __call__(self, checkpoint: Checkpoint) -> Summary:
@@ -77,9 +78,14 @@ class Evaluation:
             self._dry_run(state, fed.batch)
 
     def _dry_run(self, state: TrainState, batch: Batch) -> None:
+        """Dry-runs an evaluation and checks data in memory, once for each structure of the state and shapes of the first batch."""
+        kind = jax.tree.structure(state), shapes_key(batch)
+        if kind in self._dry_runs and not self._program.is_eager:
+            return
         self._program.preparation.evaluate(state, batch)
         check_measures(self._program, self.name)
         check_in_memory(self._program, self._source, state, batch, pad=self._pad, train=False)
+        self._dry_runs.add(kind)
 
     def evaluate(self, get_state: Callable[[], TrainState]) -> dict[str, Any]:
         """Returns the metrics of a state, read from the device in one transfer at the end; raises `DataError` if there is no batch.

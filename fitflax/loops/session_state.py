@@ -101,9 +101,9 @@ class SessionState:
         return self.live
 
     def state_to_save(self) -> TrainState:
-        """Returns the live state. Before `compile`, the optimizer state is that of the restored checkpoint, as nested dicts."""
+        """Returns the live state. Before `compile`, the optimizer state in process 0, which saves it, is that of the restored checkpoint, as nested dicts."""
         state, saved = self.need("save").borrow(), self._pending
-        if saved is None:
+        if saved is None or jax.process_index():
             return state
         forms = {"key_impls": saved.metadata["key_impls"], "integer_keys": saved.metadata.get("integer_keys", ())}
         opt_state = from_saved(saved.train["opt_state"], root="train/opt_state", **forms)

@@ -173,7 +173,10 @@ def _prepare_state(
     chosen = _choose_steps_per_call(session, program, fed, saved_steps, plan.keep)
     for evaluate in components.validation.loops:
         evaluate.prepare(live.borrow())
-    _check_log_keys(list(program.dry_run.kinds), [loop.name for loop in components.validation.loops])
+    # A custom step may log other keys than an evaluation, whose keys are then unknown before its first batch.
+    knows_evaluated = program.dry_run.has_evaluated or program.task.custom_step is None
+    evaluated = list(program.dry_run.eval_kinds) if knows_evaluated else []
+    _check_log_keys(list(program.dry_run.kinds), evaluated, [loop.name for loop in components.validation.loops])
     session.state.last_progress = progress
     # Without jit each call has one step. The choice is saved for a resume that is compiled.
     info = {**plan.info, "compiled": compiled, "run_id": session.run_id, "steps_per_call": chosen}
@@ -299,14 +302,17 @@ def _check_saves_best(callbacks: CallbackList, state: TrainState) -> None:
         )
 
 
-def _check_log_keys(keys: list[str], sets: list[str]) -> None:
-    """Raises `ConfigError` if a training metric is named `epoch`, or if two metrics of training or of validation `sets` have the same log key."""
+def _check_log_keys(keys: list[str], evaluated: list[str], sets: list[str]) -> None:
+    """Raises `ConfigError` if a training metric is named `epoch`, or if two metrics of training or of validation `sets` have the same log key.
+
+    `keys` are those of training, and `evaluated` those of an evaluation.
+    """
     if "epoch" in keys:
         raise ConfigError("A metric cannot have the name 'epoch', which is the log key of the epoch number. Rename the metric.")
     clashes = [key for key in keys for name in sets if key.startswith(f"{name}_") and key.removeprefix(f"{name}_") in keys]
     if clashes:
         raise ConfigError(f"The training metrics {clashes} have log keys of validation metrics. Rename them, or rename the validation set.")
-    counts = collections.Counter(flat_name(name, key) for name in sets for key in keys)
+    counts = collections.Counter(flat_name(name, key) for name in sets for key in evaluated)
     if shared := [key for key, count in counts.items() if count > 1]:
         raise ConfigError(f"Several validation sets have the log keys {shared}. Rename one of the sets.")
 

@@ -54,6 +54,8 @@ class Run:
         self._kept: Kept | None = None
         self._timer = Timer(self._clock)
         self._begin_step = self._last_yielded = self.progress.step
+        self._checked_step: int | None = None  # The last step after which signals were checked.
+        self._seconds_reading = 0.0  # How long the last batch took to read.
         self._pending_checkpoint: Checkpoint | None = None  # Created at the end of an epoch or by a validation, until it is yielded.
         self._has_yielded = self._is_last = self._is_rescue = self._epoch_was_finished = False
         self.failure: BaseException | None = None  # The error that ended the run, possibly only in this process.
@@ -192,8 +194,9 @@ class Run:
                         self._end_inside_epoch()
                     return
                 self._train_group()
-                self.interruption.check(progress.step)
+                self._check_signals()
                 self._agreement.listen(progress.step)
+                self._feed.raise_kept_error()
                 self._check_epoch_end(may_read=True)
             yield self._end_epoch()
         yield from self._last_checkpoint(rescue=self._is_rescue)
@@ -273,8 +276,19 @@ class Run:
         return bool(self._upcoming)
 
     def _read_batch(self) -> bool:
+        begin = self.spent.clock()
         with self.spent.on("data"):
             fed = self._feed.next(None if self.plan.steps_per_call == 1 else self._steps_of_call(self._steps_to_next_event()))
+        self._seconds_reading = self.spent.clock() - begin
+        self._upcoming = [] if fed is None else [fed]
+        return fed is not None
+
+    def _read_batch_of_pass(self, count: int) -> bool:
+        """Reads the next batch, for a call of `count` steps, like `_read_batch`, but keeps the end of the pass, or an error, for `_read_batch`."""
+        begin = self.spent.clock()
+        fed = self._feed.next_of_pass(count if count > 1 else None)
+        self._seconds_reading = self.spent.clock() - begin
+        self.spent.add("data", self._seconds_reading)
         self._upcoming = [] if fed is None else [fed]
         return fed is not None
 
@@ -306,8 +320,7 @@ class Run:
         hooks.call("on_train_batch_begin", progress.step_in_epoch, {})
         steps_left = self._steps_to_next_event()
         if plan.steps_per_call > 1:
-            with self.spent.on("data"):
-                self._upcoming += self._feed.next_like(self._upcoming[0].batch, self._steps_of_call(steps_left) - 1)
+            self._complete_call(self._steps_of_call(steps_left))
         without_hooks = steps_left - len(self._upcoming)
         if self._sums is None:
             self._collected = self._program.collector(train=True)
@@ -323,6 +336,16 @@ class Run:
             self._train_without_hooks(without_hooks)
         if hooks.has_hook("on_train_batch_end"):
             hooks.call("on_train_batch_end", progress.step_in_epoch - 1, Logs(self._values, kinds=self._program.dry_run.kinds))
+
+    def _complete_call(self, count: int) -> None:
+        """Adds the other batches of a call of `count` steps to the first one."""
+        with self.spent.on("data"):
+            self._upcoming += self._feed.next_like(self._upcoming[0].batch, count - 1)
+
+    def _check_signals(self) -> None:
+        if self._checked_step != self.progress.step:
+            self._checked_step = self.progress.step
+            self.interruption.check(self.progress.step)
 
     def _exclude(self, prepare: Callable[[], None]) -> None:
         """Calls a function whose time counts as time of compiling and not of steps."""
@@ -348,23 +371,33 @@ class Run:
         self._live.advance(carry, steps)
 
     def _train_without_hooks(self, steps: int) -> None:
-        """Runs up to `steps` more steps without the rest of the loop, which takes time. Returns early for signals, requests to stop and events by the clock."""
-        feed, progress, interruption, agreement, clock = self._feed, self.progress, self.interruption, self._agreement, self._clock
-        spent = self.spent
+        """Runs up to `steps` more steps without the rest of the loop, which takes time.
+
+        Returns early for signals, requests to stop, events by the clock, the end of a pass and errors of the data.
+        """
+        feed, progress, agreement, clock = self._feed, self.progress, self._agreement, self._clock
         next_seconds = min(self._schedule.next_seconds, self._validation_schedule.next_seconds, self.callbacks.next_seconds)
         watches_time = next_seconds < math.inf
         end = clock() + _SECONDS_WITHOUT_HOOKS if self.callbacks.has_hook("on_train_batch_end") else math.inf
+
+        def must_return() -> bool:
+            is_time = clock() + self._seconds_reading >= end or (watches_time and agreement.seconds >= next_seconds)
+            return is_time or agreement.is_stop_requested() or self._is_interrupted
+
         while steps > 0:
-            if not feed.has_more or agreement.is_stop_requested() or clock() >= end or (watches_time and agreement.seconds >= next_seconds):
+            has_more = feed.has_more
+            if has_more is False or must_return():
                 return
-            interruption.check(progress.step)  # Called once after each step; if this method returns before, the caller does it.
-            if interruption.requested is not None:
+            self._check_signals()
+            count = self._steps_of_call(steps)
+            if self._is_interrupted or not self._read_batch_of_pass(count):
                 return
-            begin, count = spent.clock(), self._steps_of_call(steps)
-            fed = feed.next(count if count > 1 else None)
-            assert fed is not None and self._sums is not None
-            self._upcoming = [fed, *feed.next_like(fed.batch, count - 1)] if count > 1 else [fed]
-            spent.add("data", spent.clock() - begin)
+            # Reading data of unknown length may run any code for any time. The rest of the loop then uses the batch, or pushes it back.
+            if has_more is None and (must_return() or self._live.step != progress.step):
+                return
+            if count > 1:
+                self._complete_call(count)
+            assert self._sums is not None
             steps -= len(self._upcoming)
             self._train_upcoming(self._sums)
 
@@ -372,6 +405,8 @@ class Run:
         """Returns the number of steps until the next event, such as a trigger or the end of the epoch."""
         plan, progress = self.plan, self.progress
         step, is_seen = progress.step, self.callbacks.needs_every_batch("on_train_batch_begin", "on_train_batch_end")
+        if is_seen and plan.steps_per_call == 1:
+            return 1
         # Whole calls; otherwise, the step at which this process began would determine how steps are split into calls, and so how they are rounded.
         limit = call = self._steps_of_call(plan.steps_per_call)
         if not is_seen:
@@ -398,7 +433,9 @@ class Run:
         if self.plan.steps_per_epoch is not None:
             progress.epoch_is_over = progress.step_in_epoch >= self.plan.steps_per_epoch
             return
-        ended = None if self._upcoming else self._feed.pass_has_ended
+        if self._upcoming:
+            return
+        ended = self._feed.pass_has_ended
         # No batch that will not be used is read from an iterator that cannot restart.
         if may_read and ended is None and (self._feed.source.can_restart or not self.is_finished):
             ended = not self._read_batch()

@@ -62,8 +62,8 @@ def adapt_clu(spec: Any) -> "dict[str, CluMetric] | CluMetric":
         return adapt(spec, snake_case(spec.__name__))
     try:
         kinds = get_type_hints(spec)
-    except NameError as error:
-        advice = "Define it without `from __future__ import annotations`."
+    except (NameError, AttributeError) as error:
+        advice = "Check the names, or define it without `from __future__ import annotations`."
         raise MetricError(f"The annotations of {spec.__name__} cannot be evaluated: {error}. {advice}") from error
     members = {key: kinds[key] for key in spec.__annotations__}  # Without those of `clu.Collection`.
     return {key: adapt(kind, key) for key, kind in members.items() if isinstance(kind, type) and issubclass(kind, clu.Metric)}
@@ -205,19 +205,23 @@ class NNXAverage(ForeignMetric):
         from flax import nnx
 
         metric = nnx.merge(self.graph, self.empty().inner)
-        known: dict[str, Any] = {**_keywords(logged, outputs, targets), "mask": jnp.asarray(weights) != 0}
-        kind: Any = type(metric)
+        mask, kind = jnp.asarray(weights) != 0, cast(Any, type(metric))
+        known = _keywords(logged, outputs, targets)
         if kind.update is nnx.metrics.Average.update:
             _logged_value(known, metric.argname, "the mean of")
+        # As NNX requires, it can be broadcast to the labels: [batch, 1] for [batch, length], for which [batch] would be a mask of columns.
+        known["mask"] = mask.reshape(mask.shape + (1,) * (getattr(targets, "ndim", 0) - mask.ndim))
         if hasattr(targets, "dtype") and jnp.issubdtype(targets.dtype, jnp.integer):
             known["labels"] = targets.astype(jnp.int32)
         object.__setattr__(metric, "__class__", _masked(kind))  # NNX would treat it as an attribute.
-        setattr(metric, _MASK, known["mask"])
+        setattr(metric, _MASK, mask)
         metric.update(**known)
         delattr(metric, _MASK)
+        if not hasattr(metric, _IS_MASKED):
+            raise MetricError(f"{kind.__name__}.update must call super().update, which excludes padding. Or derive the metric from fitflax.metrics.Metric.")
         added = nnx.to_pure_dict(nnx.split(metric)[1])
         if isinstance(metric, nnx.metrics.Accuracy):
-            added["total"] = added["total"] + _nan_if_counted(outputs, known["mask"])
+            added["total"] = added["total"] + _nan_if_counted(outputs, mask)
         return dataclasses.replace(self, inner=jax.tree.map(jnp.add, self.inner, added))
 
     @override
@@ -234,6 +238,7 @@ class NNXAverage(ForeignMetric):
 
 
 _MASK = "_mask_of_examples"
+_IS_MASKED = "_is_masked"  # Set by `update` of a masked class.
 
 
 @functools.cache
@@ -245,11 +250,12 @@ def _masked(kind: Any) -> Any:
         @override
         def update(self, mask: Any = None, **known: Any) -> None:
             if self.argname in known:  # If not, `Average` raises an error.
-                values, is_real = _with_mask(known[self.argname], getattr(self, _MASK))
-                mask = is_real if mask is None else is_real * broadcast_weights(mask, values.shape)
+                values, is_real = _with_mask(self.argname, known[self.argname], getattr(self, _MASK))
+                mask = is_real if mask is None else is_real * _fitted(mask, self.argname, values.shape)
                 # `Average` multiplies by the mask, which keeps NaN.
                 known = {self.argname: jnp.where(mask != 0, values, 0)}
             super().update(mask=mask, **known)
+            setattr(self, _IS_MASKED, True)
 
     return Masked if kind is nnx.metrics.Average else type(kind.__name__, (kind, Masked), {})
 
@@ -277,7 +283,8 @@ class NNXWelford(ForeignMetric):
 
     @override
     def update_from(self, logged: Mapping[str, Any], outputs: Any, targets: Any, weights: Any) -> Self:
-        values, mask = _with_mask(_logged_value(_keywords(logged, outputs, targets), self.argname, "computed from"), weights)
+        known = _keywords(logged, outputs, targets)
+        values, mask = _with_mask(self.argname, _logged_value(known, self.argname, "computed from"), weights)
         values = values.astype(jnp.float32)
         count = jnp.sum(mask)
         mean = jnp.sum(jnp.where(mask, values, 0)) / jnp.maximum(count, 1)
@@ -310,11 +317,29 @@ def _logged_value(known: Mapping[str, Any], name: str, role: str) -> Any:
     return known[name]
 
 
-def _with_mask(values: Any, weights: Any) -> tuple[jax.Array, jax.Array]:
+def _with_mask(name: str, values: Any, weights: Any) -> tuple[jax.Array, jax.Array]:
     """Returns values `[batch, ...]` and their mask of the same shape, float32; a scalar becomes the value of each example."""
     values, mask = jnp.asarray(values), jnp.asarray(weights) != 0
     values = values if values.ndim else jnp.broadcast_to(values, mask.shape)
+    if values.shape[:1] != mask.shape[:1]:
+        raise MetricError(f"{name} must have one value per example, [{len(mask)}, ...]. Received: {list(values.shape)}.")
     return values, broadcast_weights(mask, values.shape)
+
+
+def _fitted(mask: Any, name: str, shape: tuple[int, ...]) -> jax.Array:
+    """Returns a mask broadcast from the left to `shape`, the shape of the values `name`; last axes of size 1 that the values lack are removed.
+
+    >>> _fitted(jnp.array([[True], [False]]), "values", (2,)).tolist()
+    [1.0, 0.0]
+    """
+    mask = jnp.asarray(mask)
+    if set(mask.shape[len(shape) :]) <= {1}:
+        mask = mask.reshape(mask.shape[: len(shape)])
+    try:
+        return broadcast_weights(mask, shape)
+    except MetricError as error:
+        advice = "It need not exclude padding, because super().update does."
+        raise MetricError(f"mask must have the leading axes of {name}, {list(shape)}. Received: {list(mask.shape)}. {advice}") from error
 
 
 def _nan_if_counted(outputs: jax.Array, mask: jax.Array) -> jax.Array:

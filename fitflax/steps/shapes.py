@@ -100,9 +100,14 @@ class DryRun:
         return self._steps[True].kinds if True in self._steps else {}
 
     @property
+    def has_evaluated(self) -> bool:
+        """Whether an evaluation has had a dry run."""
+        return False in self._steps
+
+    @property
     def eval_kinds(self) -> Mapping[str, Kind]:
         """Kinds of the metrics of evaluations by key; those of training before the first dry run of an evaluation."""
-        return self._steps[False].kinds if False in self._steps else self.kinds
+        return self._steps[False].kinds if self.has_evaluated else self.kinds
 
     def step_outputs(self, state: TrainState, batch: Batch, *, train: bool) -> TracedOutputs:
         """Returns the outputs that the dry run of a step found, for one replica's rows of its batch; without costs."""

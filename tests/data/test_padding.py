@@ -50,6 +50,18 @@ def test_a_bad_batch_is_an_error_after_a_good_one(change, match):
     assert batcher(good).num_real == 3
 
 
+@pytest.mark.parametrize(
+    ("y", "match"),
+    [(np.array([0, 2**40, 2]), "y holds the integer 1099511627776"), (np.arange(2), r"batch\['x'\] has 3, batch\['y'\] has 2")],
+)
+def test_a_bad_batch_of_two_arrays_is_an_error_after_a_good_one(y, match):
+    batcher, good = Batcher(size=3), triple(3, y=np.arange(3))
+    assert batcher(good).position == Position(0, 3) and batcher(good, Position(2, 6)).position == Position(2, 9)
+    with pytest.raises(DataError, match=match):
+        batcher(good._replace(y=y))
+    assert batcher(good).num_real == 3
+
+
 # -- padding --
 
 

@@ -4,7 +4,7 @@ import flax
 import numpy as np
 import pytest
 
-from fitflax.data import Batcher, Feed, Position, Source, adapt
+from fitflax.data import Batcher, Feed, Position, Source, adapt, padding
 from fitflax.errors import DataError, FitflaxWarning
 
 SIZES = (4, 4, 2)
@@ -143,6 +143,26 @@ def test_batches_of_a_loader_that_refills_its_buffer_are_copied(kind: str):
     feed = Feed(adapt(refilled), Batcher(size=2))
     batches = [feed.next().batch.x for _ in range(3)]
     assert [batch.tolist() for batch in batches] == [[[number]] * 2 for number in range(3)]
+
+
+def test_batches_of_a_mapped_file_are_plain_arrays_that_are_checked_once(tmp_path, monkeypatch):
+    mapped = np.memmap(tmp_path / "rows", np.float32, "w+", shape=(12, 2))
+    mapped[:] = np.arange(24).reshape(12, 2)
+    checked, check = [], padding.form_of
+    monkeypatch.setattr(padding, "form_of", lambda *arguments, **options: checked.append(True) or check(*arguments, **options))
+    feed = Feed(adapt(lambda: ((mapped[i : i + 4], mapped[i : i + 4, 0]) for i in range(0, 12, 4))), Batcher(size=4))
+    batches = [feed.next().batch for _ in range(3)]
+    assert all(type(leaf) is np.ndarray for batch in batches for leaf in (batch.x, batch.y)) and len(checked) == 1
+    assert np.array_equal(np.concatenate([batch.x for batch in batches]), mapped) and batches[2].y.tolist() == [16, 18, 20, 22]
+
+
+@pytest.mark.parametrize("order", ["C", "F"])
+def test_copies_of_large_batches_are_aligned_so_that_jax_does_not_copy_them_again(order):
+    wide = np.asarray(np.random.default_rng(0).random((2**10, 2**8)), order=order)
+    feed = Feed(adapt(lambda: iter([wide])), Batcher(size=2**10))
+    copy = feed.next().batch.x
+    assert copy.ctypes.data % 64 == 0 and copy.flags.c_contiguous and not np.shares_memory(copy, wide)
+    assert copy.dtype == np.float64 and np.array_equal(copy, wide)
 
 
 def test_tensors_of_all_kinds_make_batches():

@@ -220,6 +220,7 @@ def test_the_search_does_not_keep_the_checkpoint_that_it_has_read(tmp_path, monk
     assert arrays and alive == [0]
 
 
+@pytest.mark.slow
 def test_hunt_nan_and_find_learning_rate_check_their_data_like_fit():
     with pytest.raises(fitflax.errors.DataError, match="y holds labels from 1 to 3"):
         make_trainer().hunt_nan(X, Y + 1)

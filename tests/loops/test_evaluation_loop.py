@@ -243,6 +243,13 @@ def test_reading_data_uses_a_separate_random_generator_of_pytorch():
     assert inside == expected[:2] == outside
 
 
+def test_data_in_memory_is_checked_once_for_all_validations_of_a_run(monkeypatch: pytest.MonkeyPatch):
+    checked: list[Any] = []
+    monkeypatch.setattr("fitflax.loops.evaluation_loop.check_in_memory", lambda program, source, *arguments, **options: checked.append(source))
+    trainer_of().fit(X, X[:, :2], batch_size=4, epochs=3, validation_data={"a": (X, X[:, :2]), "b": (X[:5], X[:5, :2])}, verbose=0)
+    assert len(checked) == len(set(map(id, checked))) == 2
+
+
 class OfAnyLength(nn.Module):
     @nn.compact
     def __call__(self, x: Any) -> Any:

@@ -1164,6 +1164,29 @@ def test_two_validation_sets_with_the_same_log_key_are_an_error_before_the_first
     assert trainer.step == 0
 
 
+@pytest.mark.parametrize("wrap", [lambda data: data, lambda data: lambda: iter([data])], ids=["arrays", "function"])
+def test_keys_that_only_a_custom_step_logs_are_not_log_keys_of_validation_sets(wrap):
+    class Custom(fitflax.Trainer):
+        def train_step(self, state, batch):
+            state, logs = super().train_step(state, batch)
+            return state, {**logs, "top_loss": (jnp.float32(1), jnp.float32(1))}
+
+    sets = {"val": wrap((X, Y)), "val_top": wrap((X, Y))}
+    history = make(F(), trainer=Custom).fit(X, Y, validation_data=sets, verbose=0).history
+    assert list(history) == ["loss", "top_loss", "val_loss", "val_top_loss"]
+
+
+def test_keys_that_only_validation_sets_of_a_custom_step_log_must_be_different():
+    class Custom(fitflax.Trainer):
+        def train_step(self, state, batch):
+            return state, {"first": (jnp.sum(batch.x[:, 0]), jnp.sum(batch.mask))}
+
+    trainer = make(F(), metrics={"mae": "mae", "top_mae": "rmse"}, trainer=Custom)
+    with pytest.raises(ConfigError, match=r"Several validation sets have the log keys \['val_top_mae'\]"):
+        trainer.fit(X, Y, validation_data={"val": (X, Y), "val_top": (X, Y)}, verbose=0)
+    assert trainer.step == 0
+
+
 def test_a_value_that_is_deleted_from_the_logs_is_not_in_the_history():
     def forget(epoch, logs):
         assert repr(dict(logs)) == repr(logs)

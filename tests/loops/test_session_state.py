@@ -238,6 +238,16 @@ def test_a_state_that_is_restored_and_saved_before_compile_keeps_its_optimizer_s
     assert not differences(state_of(other), state_of(original))
 
 
+def test_only_process_0_reads_the_optimizer_state_to_save_before_compile(tmp_path, monkeypatch):
+    original, server = compiled(nn.Dense(3)), bare(nn.Dense(3))
+    train(original, 1)
+    server.restore(original.save(tmp_path / "saved"))
+    state = server._session.state
+    assert jax.tree.leaves(state.state_to_save().opt_state)
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    assert not jax.tree.leaves(state.state_to_save().opt_state)
+
+
 def test_a_restore_before_compile_keeps_only_the_optimizer_state_in_host_memory(pretrained, monkeypatch):
     arrays: dict[str, list[weakref.ref[np.ndarray]]] = {}
 

@@ -3,7 +3,7 @@
 import os
 import pathlib
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -24,11 +24,17 @@ from tests.run_script import TRAIN, VALID, differences, leaves_of, make_trainer
 STEPS = 23  # Epochs of five steps; the last one is incomplete.
 
 
-def train(callbacks: Any = (), directory: pathlib.Path | None = None, steps: int = STEPS, **options: Any) -> dict[str, Any]:
+def stream() -> Iterator[Any]:
+    """Yields the batches of a pass whose length is unknown."""
+    return ((TRAIN[0][begin : begin + 4], TRAIN[1][begin : begin + 4]) for begin in range(0, 18, 4))
+
+
+def train(callbacks: Any = (), directory: pathlib.Path | None = None, steps: int = STEPS, *, is_stream: bool = False, **options: Any) -> dict[str, Any]:
     trainer = make_trainer()
+    data, size = ((stream,), {}) if is_stream else (TRAIN, {"batch_size": 4})
     saving = [] if directory is None else [ModelCheckpoint(directory, every=fitflax.every(steps=4))]
-    options = {"batch_size": 4, "steps": steps, "validation_data": VALID, "verbose": 0, **options}
-    history = trainer.fit(*TRAIN, callbacks=[*saving, *callbacks], resume=None if directory is None else "auto", **options)
+    options = {**size, "steps": steps, "validation_data": VALID, "validation_batch_size": 4, "verbose": 0, **options}
+    history = trainer.fit(*data, callbacks=[*saving, *callbacks], resume=None if directory is None else "auto", **options)
     return {"state": leaves_of(trainer.state), "history": history.history, "step": trainer.step}
 
 
@@ -45,11 +51,12 @@ def in_the_data(monkeypatch: pytest.MonkeyPatch, batch: int, act: Callable[[], A
     monkeypatch.setattr(Feed, "next", next_batch)
 
 
-def test_all_steps_up_to_the_next_observed_one_run_together(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_all_steps_up_to_the_next_observed_one_run_together(is_stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     stretches: list[int] = []
     real = Run._train_without_hooks
     monkeypatch.setattr(Run, "_train_without_hooks", lambda self, steps: (stretches.append(steps), real(self, steps))[1])
-    train([LambdaCallback(lambda checkpoint: None, every=fitflax.every(steps=4))], steps=13, validation_data=None)
+    train([LambdaCallback(lambda checkpoint: None, every=fitflax.every(steps=4))], steps=13, validation_data=None, is_stream=is_stream)
     # Requested after steps 1, 5, 6, 9 and 11, up to steps 4, 8 and 12. The end of a pass, at steps 5 and 10, ends a stretch, too.
     assert stretches == [3, 3, 2, 3, 1]
 
@@ -85,7 +92,8 @@ def test_unobserved_steps_are_bit_for_bit_identical_to_steps_that_a_callback_obs
 
 
 @pytest.mark.slow
-def test_a_callback_that_may_skip_batches_sees_some_and_the_last_of_each_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_a_callback_that_may_skip_batches_sees_some_and_the_last_of_each_epoch(is_stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fitflax.loops.training_loop._SECONDS_WITHOUT_HOOKS", 1000.0)
 
     class Seen(Callback):
@@ -104,11 +112,11 @@ def test_a_callback_that_may_skip_batches_sees_some_and_the_last_of_each_epoch(m
             self.calls.append(("end", batch))
 
     seen = Seen()
-    train([seen])
+    train([seen], is_stream=is_stream)
     assert seen.calls == [("begin", 0), ("end", 4)] * 4 + [("begin", 0), ("end", 2)]
     monkeypatch.setattr("fitflax.loops.training_loop._SECONDS_WITHOUT_HOOKS", 0.0)
     seen.calls.clear()
-    train([seen], steps=3)
+    train([seen], steps=3, is_stream=is_stream)
     assert [batch for call, batch in seen.calls if call == "end"] == [0, 1, 2]
 
 
@@ -117,33 +125,39 @@ def test_a_progress_bar_that_is_drawn_at_each_batch_skips_none() -> None:
 
 
 @pytest.mark.slow
-def test_a_signal_between_unobserved_steps_is_obeyed_and_the_run_resumes_bit_for_bit(monkeypatch, tmp_path) -> None:
-    uninterrupted = train(directory=tmp_path / "never")
+@pytest.mark.filterwarnings("ignore:This data source cannot seek")
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_a_signal_between_unobserved_steps_is_obeyed_and_the_run_resumes_bit_for_bit(is_stream: bool, monkeypatch, tmp_path) -> None:
+    uninterrupted = train(directory=tmp_path / "never", is_stream=is_stream)
     in_the_data(monkeypatch, 3, lambda: os.kill(os.getpid(), signal.SIGTERM))
     with pytest.raises(SystemExit) as caught:
-        train(directory=tmp_path / "killed")
+        train(directory=tmp_path / "killed", is_stream=is_stream)
     assert caught.value.code == 143
-    assert max(fitflax.checkpoints.CheckpointStore(tmp_path / "killed").steps()) == 3  # The step whose batch was being requested still runs.
-    assert not differences(train(directory=tmp_path / "killed"), uninterrupted)
+    # With arrays, the step whose batch was being requested still runs.
+    assert max(fitflax.checkpoints.CheckpointStore(tmp_path / "killed").steps()) == (2 if is_stream else 3)
+    assert not differences(train(directory=tmp_path / "killed", is_stream=is_stream), uninterrupted)
 
 
 @pytest.mark.slow
-def test_an_error_between_unobserved_steps_saves_earlier_steps_and_resumes_bit_for_bit(monkeypatch, tmp_path) -> None:
+@pytest.mark.filterwarnings("ignore:This data source cannot seek")
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_an_error_between_unobserved_steps_saves_earlier_steps_and_resumes_bit_for_bit(is_stream: bool, monkeypatch, tmp_path) -> None:
     def fail() -> None:
         raise OSError("gone")
 
-    uninterrupted = train(directory=tmp_path / "never")
+    uninterrupted = train(directory=tmp_path / "never", is_stream=is_stream)
     in_the_data(monkeypatch, 3, fail)
     with pytest.raises(OSError, match="gone"):
-        train(directory=tmp_path / "broken")
+        train(directory=tmp_path / "broken", is_stream=is_stream)
     assert max(fitflax.checkpoints.CheckpointStore(tmp_path / "broken").steps()) == 2
-    assert not differences(train(directory=tmp_path / "broken"), uninterrupted)
+    assert not differences(train(directory=tmp_path / "broken", is_stream=is_stream), uninterrupted)
 
 
-def test_whether_all_processes_must_stop_is_checked_once_after_each_unobserved_step(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_whether_all_processes_must_stop_is_checked_once_after_each_unobserved_step(is_stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
     monkeypatch.setattr("fitflax.loops.signals.Interruption.check", lambda self, step: asked.append(step))
-    train()
+    train(is_stream=is_stream)
     assert asked == [*range(1, STEPS + 1)]
 
 
@@ -185,17 +199,104 @@ class CustomClock(EveryThird):
     ids=["time", "steps or time", "steps", "of one's own", "of one's own clock"],
 )
 def test_triggers_fire_at_the_same_steps_as_if_each_step_were_observed(trigger: Trigger, steps: list[int]) -> None:
-    fired: list[int] = []
-    train([LambdaCallback(lambda checkpoint: fired.append(checkpoint.step), every=trigger)])
-    assert fired == steps
+    for is_stream in (False, True):
+        fired: list[int] = []
+        train([LambdaCallback(lambda checkpoint, fired=fired: fired.append(checkpoint.step), every=trigger)], is_stream=is_stream)
+        assert fired == steps
 
 
-def test_a_manually_stepped_loop_stops_at_the_requested_steps() -> None:
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_a_manually_stepped_loop_stops_at_the_requested_steps(is_stream: bool) -> None:
     trainer = make_trainer()
-    loop = trainer.train_loop(*TRAIN, steps=STEPS, batch_size=4, every=fitflax.every(steps=9))
+    every = fitflax.every(steps=9)
+    loop = trainer.train_loop(stream, steps=STEPS, every=every) if is_stream else trainer.train_loop(*TRAIN, steps=STEPS, batch_size=4, every=every)
     assert [loop.next_step().step, loop.run(3).step, loop.next_checkpoint().step, loop.run(5).step] == [1, 4, 9, 14]
     assert [checkpoint.step for checkpoint in loop] == [18, STEPS]
     np.testing.assert_array_equal(trainer.step, STEPS)
+
+
+# -- data of unknown length --
+
+
+class Value(nn.Module):
+    """Returns its input; its parameter stays zero."""
+
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        return x[:, 0] + self.param("zero", nn.initializers.zeros, ())
+
+
+class Recorded:
+    """Batches that contain only their number, in passes of five; records in `events` what is requested, and calls `act` at the request with a number."""
+
+    def __init__(self, number: int, act: Callable[[], Any]) -> None:
+        self.events: list[Any] = []
+        self._number, self._act, self._requests = number, act, 0
+
+    def __len__(self) -> int:
+        return 5
+
+    def __getitem__(self, index: int) -> Any:
+        self._requests += 1
+        self.events.append(index)
+        if self._requests == self._number:
+            self._act()
+        return np.full((2, 1), index, np.float32)
+
+    def on_epoch_begin(self) -> None:
+        self.events.append("begin")
+
+    def on_epoch_end(self) -> None:
+        self.events.append("end")
+
+    def batches(self, count: int = 5) -> Iterator[Any]:
+        self.on_epoch_begin()
+        for index in range(count):
+            yield self[index]
+        self.on_epoch_end()
+
+
+def raise_error() -> None:
+    raise OSError("gone")
+
+
+@pytest.mark.mostly_slow
+@pytest.mark.filterwarnings("ignore:The data ended before", "ignore:SIGTERM ended the run")
+@pytest.mark.parametrize("steps_per_call", [1, 4])
+@pytest.mark.parametrize("kind", ["function", "iterator", "sequence"])
+@pytest.mark.parametrize("event", ["nothing", "error", "stop", "stop and error", "signal", "training"])
+def test_streams_are_read_and_used_as_if_each_step_were_observed(event: str, kind: str, steps_per_call: int) -> None:
+    template = fitflax.Trainer(Value(), parallel=DataParallel(jax.devices()[:1]))
+    template.compile("sgd", lambda outputs: outputs, learning_rate=0.0, steps_per_call=steps_per_call)
+
+    def run(steps_per_epoch: int | None, number: int, *, is_observed: bool) -> list[Any]:
+        trainer = template.with_seed(0)
+        actions: dict[str, list[Callable[[], Any]]] = {
+            "nothing": [],
+            "error": [raise_error],
+            "stop": [lambda: trainer.stop("enough")],
+            "stop and error": [lambda: trainer.stop("enough"), raise_error],
+            "signal": [lambda: os.kill(os.getpid(), signal.SIGTERM)],
+            "training": [lambda: trainer.train_on_batch(np.ones((2, 1), np.float32))],
+        }
+        recorded = Recorded(number, lambda: [act() for act in actions[event]])
+        data = {"function": recorded.batches, "iterator": recorded.batches(11), "sequence": recorded}[kind]
+        # With a trigger, stops and signals are obeyed after the next batch is read.
+        callbacks = [LambdaCallback(lambda checkpoint: None, every=fitflax.every(steps=100))]
+        if is_observed:
+            callbacks.append(LambdaCallback(on_train_batch_end=lambda batch, logs: None))
+        for steps in (12, 3):
+            try:
+                history = trainer.fit(data, steps=steps, steps_per_epoch=steps_per_epoch, callbacks=callbacks, verbose=0)
+                recorded.events.append(history.history["loss"])
+            except (OSError, ValueError, SystemExit) as error:
+                recorded.events.append(repr(error))
+            recorded.events.append((trainer.step, trainer.stop_reason))
+        return recorded.events
+
+    for steps_per_epoch in (None, 3, 5, 7):
+        for number in (5, 6, 9):
+            assert run(steps_per_epoch, number, is_observed=False) == run(steps_per_epoch, number, is_observed=True)
 
 
 def test_batch_hooks_of_an_evaluation_skip_batches_if_the_callbacks_allow_it(monkeypatch):

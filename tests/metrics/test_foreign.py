@@ -103,9 +103,10 @@ def test_a_collection_of_clu_may_have_postponed_annotations(clu):
     logits, labels = classes()
     hits = adapt_clu(postponed)["hits"].update(logits, labels.astype(np.int32), np.ones(ROWS))
     assert hits.compute() == pytest.approx(np.mean(logits.argmax(-1) == labels))
-    unknown = type("Unknown", (clu.Collection,), {"__annotations__": {"hits": "Missing"}})
-    with pytest.raises(MetricError, match=r"annotations of Unknown cannot be evaluated: name 'Missing' is not defined\. Define it without `from __future__"):
-        make([unknown])
+    for name, fault in {"Missing": "name 'Missing' is not defined", "dataclasses.Missing": "module 'dataclasses' has no attribute 'Missing'"}.items():
+        unknown = type("Unknown", (clu.Collection,), {"__annotations__": {"hits": name}, "__module__": flax.struct.__name__})
+        with pytest.raises(MetricError, match=rf"annotations of Unknown cannot be evaluated: {fault}\. Check the names, or define it without `from __future__"):
+            make([unknown])
 
 
 def test_a_class_of_clu_may_be_passed_under_a_key(clu):

@@ -21,6 +21,7 @@ import fitflax
 from fitflax.callbacks import LambdaCallback, ModelCheckpoint
 from fitflax.checkpoints import load_inference_state
 from fitflax.errors import ConfigError, LossError, MetricError, ModelError, OptimizerError, RestoreError
+from fitflax.metrics import foreign
 from fitflax.models.nnx_model import _rngs, adapt_nnx
 from fitflax.parallel import DataParallel, Sharded
 from tests.nnx_hand_written import assert_same, hand_written_loop, values
@@ -825,7 +826,7 @@ def test_nnx_metrics_with_a_custom_update_exclude_padding(place: str):
 
     class Scalar(nnx.metrics.Average):
         def update(self, *, loss, mask, **_):
-            assert mask.dtype == bool and mask.shape == loss.shape
+            assert mask.dtype == bool and mask.shape == (*loss.shape, 1)
             super().update(values=2.0)
 
     model, targets = nnx.Linear(4, 1, rngs=nnx.Rngs(0)), X[:11, :1] ** 3
@@ -834,6 +835,42 @@ def test_nnx_metrics_with_a_custom_update_exclude_padding(place: str):
     errors = np.abs(np.asarray(model(X[:11])) - targets)
     wanted = {"loss": (errors**2).mean(), "mae": errors.mean(), "elements": errors.mean(), "positive": errors[targets > 0].mean(), "scalar": 2.0}
     assert found == pytest.approx(wanted, rel=1e-5)
+
+
+@pytest.mark.parametrize("length", [4, 5])
+def test_masks_of_nnx_metrics_can_be_multiplied_by_masks_of_tokens(length: int):
+    class Tokens(nnx.metrics.Average):
+        def update(self, *, logits, labels, mask, **_):
+            super().update(values=logits, mask=mask * (labels != 0))
+
+    logits, labels, is_real = jnp.arange(4.0 * length).reshape(4, length), jnp.arange(4 * length).reshape(4, length) % 3, np.array([True, True, True, False])
+    found = foreign.adapt_nnx(Tokens())["tokens"].update(logits, labels, is_real).compute()
+    assert found == pytest.approx(float(logits[:3][labels[:3] != 0].mean()))
+
+
+@pytest.mark.parametrize(
+    ("update", "message"),
+    [
+        (lambda self, add, e, mask: nnx.metrics.Average.update(self, values=e, mask=mask), r"Odd\.update must call super\(\)\.update, which excludes padding"),
+        (
+            lambda self, add, e, mask: add(values=e.reshape(-1)),
+            r"values must have one value per example, \[4, \.\.\.\]\. Received: \[20\]",
+        ),
+        (
+            lambda self, add, e, mask: add(values=e, mask=jnp.ones(5)),
+            r"mask must have the leading axes of values, \[4, 5\]\. Received: \[5\]",
+        ),
+        (lambda self, add, e, mask: add(values=e, mask=jnp.ones((1, 5))), r"of values, \[4, 5\]\. Received: \[1, 5\]"),
+        (lambda self, add, e, mask: add(values=e[:, 0], mask=mask * e[:, 0]), r"of values, \[4\]\. Received: \[4, 4\]\. It need not"),
+    ],
+)
+def test_nnx_metrics_that_could_include_padding_raise_an_error(update: Any, message: str):
+    class Odd(nnx.metrics.Average):
+        def update(self, *, logits, labels, mask, **_):
+            update(self, super().update, logits - labels, mask)
+
+    with pytest.raises(MetricError, match=message):
+        foreign.adapt_nnx(Odd())["odd"].update(jnp.ones((4, 5)), jnp.zeros((4, 5)), np.ones(4))
 
 
 # -- a module for evaluation --
