@@ -346,7 +346,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--megabytes", type=float, nargs="+", default=[512], help="sizes of the trees in MB; 4096 needs about 16 GB of memory")
     parser.add_argument("--arrays", type=int, nargs="+", default=[64, 2000], help="numbers of arrays in a tree")
-    parser.add_argument("--pause", action="store_true", help="measure pauses of training, steps during a write, and memory, with the arrays of GPT-2 small")
+    parser.add_argument("--pause", action="store_true", help="measure pauses of training, steps during a save, and memory, with the arrays of GPT-2 small")
     parser.add_argument("--rounds", type=int, help="default: 5, or 10 with --pause")
     parser.add_argument("--directory", type=pathlib.Path, default=pathlib.Path.cwd(), help="where to write temporary files, on the disk to measure")
     parser.add_argument("--no-peers", action="store_true", help="leave out flax and Orbax, which take most of the time")

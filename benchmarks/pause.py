@@ -4,10 +4,12 @@ Each part is a separate process, started by `checkpoint.py --pause`, that prints
 including Adam's moments), on a few tokens or, on a GPU, on larger batches. They wait for each step, so that a pause does not include part of a step.
 
 * `fitflax`, `orbax`, `flax`: `Trainer.fit` with a `ModelCheckpoint`, with Orbax's asynchronous checkpointer, or with flax's msgpack, which is written
-  synchronously, as flax does it. A save lasts from the beginning of its pause until the checkpoint is complete. The transfer is its first part, until all
-  arrays are on the host; on a CPU, it is part of the pause. Steps that do not overlap with a save are the others.
+  synchronously, as flax does it.
 * `alone`: the same without saves. Extra memory is how much higher the peak of another part is.
 * `pauses`: in each round, fitflax saves, and later every array is copied into memory that was touched before, with a step before each.
+
+A save lasts from the wait for the previous one until the checkpoint is complete and an old one is deleted. The transfer is its first part, until all arrays
+are on the host; on a CPU, it is part of the pause. Steps that do not overlap with a save are the others.
 """
 
 import argparse
@@ -16,9 +18,9 @@ import json
 import pathlib
 import shutil
 import tempfile
-import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import flax.serialization
@@ -111,7 +113,7 @@ def forget_high_water() -> None:
 
 
 class Save(NamedTuple):
-    """The times at which a save began, had moved all arrays from the device, and was complete."""
+    """The times at which a save began, had moved all arrays from the device, and was complete, with the old one deleted."""
 
     begin: float
     moved: float
@@ -167,32 +169,36 @@ class PeerSaves(Callback):
         self.pauses: list[float] = []
         self.saves: list[Save] = []
         self._path, self._save = path, save
-        self._thread = threading.Thread()
+        self._executor = ThreadPoolExecutor(1)
+        self._pending: Future[None] | None = None
 
     @override
     def on_checkpoint(self, checkpoint: fitflax.Checkpoint) -> None:
-        self._finish()
         state, begin = state_of(checkpoint), time.perf_counter()
+        self._finish()
+        pause_begin = time.perf_counter()
         wait = self._save(self._path, state)
-        self.pauses.append(time.perf_counter() - begin)
+        self.pauses.append(time.perf_counter() - pause_begin)
         if wait is None:
             self._complete(begin)
         else:
-            self._thread = threading.Thread(target=self._complete, args=(begin, wait))
-            self._thread.start()
+            self._pending = self._executor.submit(self._complete, begin, wait)
 
     def _complete(self, begin: float, wait: Callable[[], Any] = lambda: None) -> None:
         wait()
-        self.saves.append(Save(begin, begin, time.perf_counter()))
         shutil.rmtree(self._path) if self._path.is_dir() else self._path.unlink()
+        self.saves.append(Save(begin, begin, time.perf_counter()))
 
     def _finish(self) -> None:
-        if self._thread.ident is not None:
-            self._thread.join()
+        """Waits for the previous save, and raises its error if it failed."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
 
     @override
     def on_train_end(self, logs: Any) -> None:
-        self._finish()
+        with self._executor:
+            self._finish()
 
 
 def flax_save(path: pathlib.Path, state: Any) -> None:

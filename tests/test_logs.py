@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import fitflax
-from fitflax.callbacks import Callback, LambdaCallback, ModelCheckpoint
+from fitflax.callbacks import BestCheckpoint, Callback, LambdaCallback, ModelCheckpoint, Phase
 from fitflax.checkpoints import saver
 from fitflax.checkpoints.checkpoint import RunView
 from fitflax.checkpoints.memory import DeviceRoom
@@ -113,6 +113,20 @@ def test_steps_that_a_synchronous_save_waits_for_do_not_count_as_saving_and_no_m
     monkeypatch.setattr(Values, "is_ready", property(lambda self: self in finished))
     spent = fit((X, Y), ModelCheckpoint(tmp_path, every=fitflax.every(steps=1), asynchronous=False), epochs=1, batch_size=2)
     assert (spent.seconds["saving"], spent.stepping, reserved) == (0, 10, [])
+
+
+def test_callbacks_that_save_nothing_at_a_trigger_do_not_wait_for_steps(tmp_path, monkeypatch):
+    class Counts(Callback):
+        phase, every = Phase.SAVE, fitflax.every(steps=1)
+
+        def on_checkpoint(self, checkpoint):
+            counts[checkpoint.step] = len(finished)
+
+    counts, finished, wait = {}, [], Values.wait
+    monkeypatch.setattr(Values, "wait", lambda self: (wait(self), finished.append(self)))
+    monkeypatch.setattr(Values, "is_ready", property(lambda self: self in finished))
+    fit((X, Y), BestCheckpoint(tmp_path, monitor="loss", asynchronous=False), Counts(), epochs=1, batch_size=1)
+    assert counts == {1: 0, 2: 0, 3: 0, 4: 1}
 
 
 def test_time_in_a_nested_block_is_not_counted_twice():

@@ -1,7 +1,7 @@
 """Trains public models at full size with a hand-written loop, `fit`, and `fit` with typical callbacks, alternately.
 
     python -m benchmarks.real                              # full models with small batches, on a CPU; about an hour on two cores
-    python -m benchmarks.real --gpu                        # full models with real batches, on a GPU; less than eight minutes
+    python -m benchmarks.real --gpu                        # full models with real batches, on a GPU; about eight minutes
     python -m benchmarks.real --workload gpt2 gpt2_scan gpt2_nnx --rounds 5 --steps 20
     python -m benchmarks.real --size small --rounds 1      # only to check that it runs
     python -m benchmarks.real --without evaluation others  # in less time
@@ -9,11 +9,15 @@
 The first two write their tables to benchmarks/RESULTS-real.md; sections of other devices stay. With `--workload` or `--size`, nothing is written without
 `--write`.
 
-Each contender is a process, started after the first step of the one before it; variants of `fit` start simultaneously. In rounds, all but one sleep. A round is
-hand, fit, fit, hand, and then the same with a validation every `--every` steps and with saves, and with Keras and Lightning in place of `fit` if they have an
-equivalent model and are installed. For the models in `LOGGED`, a round begins with hand, fit, loggers, loggers, fit, hand: `loggers` is `fit` with TensorBoard,
-CSVLogger, EarlyStopping, TerminateOnNaN and ProgressBar, in three epochs of `--epoch` steps. For those in `CALLED`, `fit` with and without `steps_per_call=8`
-trains on the same batches from an iterator; on a CPU at size small. Ratios are those of a round's sums of seconds per step.
+Each contender is a process, started after the first step of the one before it, because XLA chooses kernels for a GPU by their speed. In rounds, all but one
+sleep.
+
+A round is hand, fit, fit, hand, and then the same with a validation every `--every` steps and with saves, and with Keras and Lightning in place of `fit` if
+they have an equivalent model and are installed. Ratios are those of a round's sums of seconds per step. Some models have more:
+
+* In `LOGGED`, a round begins with hand, fit, loggers, loggers, fit, hand. `loggers` is `fit` with TensorBoard, CSVLogger, EarlyStopping, TerminateOnNaN and
+  ProgressBar, in three epochs of `--epoch` steps.
+* In `CALLED`, `fit` with and without `steps_per_call=8` trains on the same batches from an iterator; on a CPU at size small.
 
 `--minutes` limits the time: each workload has an equal part of what is left, runs at least one round, and starts other frameworks only if there is time. A
 workload is left out if less time is left than the fastest one needed until the end of its first round.
@@ -42,8 +46,9 @@ SECONDS = 3600.0
 MODULE = "benchmarks.real.worker"
 MODELS = ("gpt2", "resnet50", "vit_b16", "unet")
 LOGGED: tuple[str, ...] = ("gpt2", "resnet50")
-CALLED: tuple[str, ...] = ("resnet50",)  # Its batches have 77 MB.
+CALLED: tuple[str, ...] = ("resnet50",)  # A batch is 77 MB.
 CALLED_STEPS = 32
+OPTIONAL = ("fit8", "fit1", "keras", "lightning")  # Left out if they fail to start.
 # The defaults of the command, and those with `--gpu`.
 ON_CPU: dict[str, Any] = {"size": "cpu", "rounds": 3, "steps": 6, "every": 6, "epoch": 6}
 ON_GPU: dict[str, Any] = {"size": "full", "rounds": 5, "steps": 20, "every": 50, "epoch": 20, "without": ["evaluation", "warm"], "minutes": 7.2}
@@ -71,31 +76,16 @@ class Race:
         """Returns all measurements."""
         started = time.monotonic()
         with ExitStack() as stack:
-            workers: dict[str, Worker] = {}
-            starts = self.found["starts"] = {}
-            for who in ("hand", "fit"):
-                say(f"{self.workload.name}: {who} starts")
-                workers[who] = stack.enter_context(self._worker(who))
-                starts[who] = workers[who].read(SECONDS)
-            # Simultaneously, because their starts are not reported.
-            say(f"{self.workload.name}: the variants of fit start")
-            variants = {name: stack.enter_context(self._worker(who, size=size)) for name, (who, size) in self._variants().items()}
-            for name, worker in variants.items():
-                starts[name] = worker.read(SECONDS)
-            workers |= variants
-            self._start_others(workers, stack)
+            workers = self._start(stack)
             self.found["flops"] = workers["hand"].ask("flops", seconds=SECONDS)["flops"]
             self.found["matmul"] = workers["hand"].ask("matmul", steps={"small": 256, "cpu": 1024, "full": 8192}[self.options.size], seconds=SECONDS)["matmul"]
             for who in ("hand", "fit") if self._evaluates else ():
                 for do in ("evaluate", "predict"):
                     workers[who].ask(do, seconds=SECONDS)  # Compiles.
-            # Compiles the validation, saves for the first time, and compiles the step that finds NaN; simultaneously, because it is not measured.
-            warming = [(who, {"steps": self.options.every, "validates": True}) for who in ("hand", "fit+everything") if self._has("everything")]
-            warming += [("fit+everything", {"steps": 1, "epoch": 1})] * self._has_loggers
-            for who, options in warming:
-                workers[who].send("train", **options)
-            for who, _ in warming:
-                workers[who].read(SECONDS)
+            for who in ("hand", "fit+everything") if self._has("everything") else ():
+                workers[who].ask("train", steps=self.options.every, validates=True, seconds=SECONDS)  # Compiles the validation, and saves for the first time.
+            if self._has_loggers:
+                workers["fit+everything"].ask("train", steps=1, epoch=1, seconds=SECONDS)  # Compiles the step that finds NaN.
             took = 0.0
             for number in range(self.options.rounds):
                 begin = time.monotonic()
@@ -126,28 +116,39 @@ class Race:
     def _has_calls(self) -> bool:
         return self._has("calls") and self.workload.name in CALLED
 
-    def _variants(self) -> dict[str, tuple[str, str]]:
-        """Returns the contenders and sizes of the variants of `fit`."""
+    @property
+    def _single_steps(self) -> str:
+        """The contender that `steps_per_call=8` is compared with: `fit`, or `fit1` if the size is different."""
+        return "fit" if _size_of_calls(self.options.size) == self.options.size else "fit1"
+
+    def _contenders(self) -> dict[str, tuple[str, str]]:
+        """Returns the kind and the size of each contender, by name."""
         size = self.options.size
-        variants = {"fit+everything": ("fit+everything", size)} if self._has("everything") or self._has_loggers else {}
+        names = ["hand", "fit", *["fit+everything"] * (self._has("everything") or self._has_loggers)]
+        found = {name: (name, size) for name in names}
         if self._has_calls:
             called = _size_of_calls(size)
-            variants |= {"fit8": ("fit8", called)} | ({} if called == size else {"fit1": ("fit", called)})
-        return variants
+            found |= {"fit8": ("fit8", called), self._single_steps: ("fit", called)}
+        return found | {who: (who, size) for who in OTHERS.get(self.workload.name, ()) if self._has("others")}
 
-    def _start_others(self, workers: dict[str, Worker], stack: ExitStack) -> None:
-        """Starts the other frameworks, if there is time. One that is not installed is skipped."""
-        for who in () if "others" in self.options.without else OTHERS.get(self.workload.name, ()):
-            if time.monotonic() > self._end:
-                say(f"{self.workload.name}: {who} is left out: there is no time")
+    def _start(self, stack: ExitStack) -> dict[str, Worker]:
+        """Starts one contender after another, other frameworks only if there is time."""
+        workers, starts = dict[str, Worker](), self.found.setdefault("starts", {})
+        for name, (who, size) in self._contenders().items():
+            if name in OTHERS.get(self.workload.name, ()) and time.monotonic() > self._end:
+                say(f"{self.workload.name}: {name} is left out: there is no time")
                 continue
-            say(f"{self.workload.name}: {who} starts")
-            worker = stack.enter_context(self._worker(who))
+            say(f"{self.workload.name}: {name} starts")
+            worker = stack.enter_context(self._worker(who, size=size))
             try:
-                self.found["starts"][who] = worker.read(SECONDS)
-                workers[who] = worker
+                starts[name] = worker.read(SECONDS)
             except WorkerError as error:
-                say(f"{self.workload.name}: {who} is left out: {error}")
+                if name not in OPTIONAL:
+                    raise
+                say(f"{self.workload.name}: {name} is left out: {error}")
+            else:
+                workers[name] = worker
+        return workers
 
     def _worker(self, who: str, environment: Mapping[str, str] | None = None, *, size: str | None = None) -> Worker:
         arguments = (self.workload.name, size or self.options.size, "--every", str(self.options.every))
@@ -160,9 +161,9 @@ class Race:
         if self._has("everything"):
             long = {"validates": True, "steps": max(self.options.steps, self.options.every)}  # At least one save.
             pairs.append([("hand validating", "hand", long), ("everything", "fit+everything", long)])
-        if self._has_calls:
+        if {"fit8", self._single_steps} <= workers.keys():
             calls = {"steps": CALLED_STEPS, "iterates": True}
-            pairs.append([("single steps", "fit1" if "fit1" in workers else "fit", calls), ("calls", "fit8", calls)])
+            pairs.append([("single steps", self._single_steps, calls), ("calls", "fit8", calls)])
         pairs += [[(f"hand beside {who}", "hand", {}), (who, who, {})] for who in ("keras", "lightning") if who in workers]
         answers: dict[str, list[Any]] = {}
         for pair in pairs:
@@ -348,7 +349,7 @@ def merged(earlier: str, device: str, text: str) -> str:
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Returns the options of the command line; those not given depend on `--gpu`."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.real", description=__doc__.splitlines()[0])
-    parser.add_argument("--gpu", action="store_true", help="real batches, in less than eight minutes; defaults: " + str(ON_GPU))
+    parser.add_argument("--gpu", action="store_true", help="real batches, in about eight minutes; defaults: " + str(ON_GPU))
     parser.add_argument("--workload", nargs="+", choices=NAMES, help=f"default: {' '.join(MODELS)}")
     parser.add_argument("--size", choices=("cpu", "full", "small"))
     parser.add_argument("--rounds", type=int)

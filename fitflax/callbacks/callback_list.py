@@ -168,9 +168,11 @@ class CallbackList:
 
         def prepare_save(callback: Callback) -> None:
             nonlocal is_synced
-            is_first, is_synced = not is_synced, True
-            checkpoint.run.finish_steps(asynchronous=callback.copies_state)  # Otherwise, the time of running steps would count as time of saving.
-            if is_first:
+            # Without this wait, the time of running steps would count as time of saving. A callback that saves nothing must not wait.
+            if callback.copies_state or callback.saves_as is not None or checkpoint.epoch_ends or checkpoint.evaluated:
+                checkpoint.run.finish_steps(asynchronous=callback.copies_state)
+            if not is_synced:
+                is_synced = True
                 with self._spent.on("saving"):
                     self.sync(checkpoint.run.uploads)
 
