@@ -81,6 +81,7 @@ class BestCheckpoint(StoreCallback):
         self._monitor = Monitor("BestCheckpoint", monitor, mode)
         self._in_fit = False
         self._failure_before: BaseException | None = None
+        self._begin_step = 0
         # Pairs (value, step), the best first. `_closing` was saved by a run that ended inside an epoch, after its last checkpoint.
         self._kept: list[tuple[float, int]] = []
         self._closing: tuple[float, int] | None = None
@@ -146,7 +147,7 @@ class BestCheckpoint(StoreCallback):
     @override
     def on_train_begin(self, logs: Mapping[str, Any]) -> None:
         self._monitor.check_sets(self.params.get("validation_sets"))
-        self._in_fit, self._failure_before = True, sys.exception()
+        self._in_fit, self._failure_before, self._begin_step = True, sys.exception(), self.trainer.step
         self._referenced = self._kept_steps if self._is_run_saved else set()  # The newest checkpoint of the run may be from an earlier `fit`.
 
     @override
@@ -178,7 +179,7 @@ class BestCheckpoint(StoreCallback):
 
     @override
     def load_closing(self, step: int, epoch: int, logs: Logs) -> None:
-        value = self._candidate(logs, step)
+        value = self._candidate(logs, step) if self._monitor.key in logs else None
         if value is not None and step in self.store.wanted(self.owner):
             self._closing = (value, step)
 
@@ -212,7 +213,8 @@ class BestCheckpoint(StoreCallback):
         if not self._in_fit:  # The run failed before `on_train_begin`.
             return
         self._in_fit, failure_before, self._failure_before = False, self._failure_before, None
-        if not self.restore_best:
+        has_failed = failure_since(failure_before) is not None
+        if not self.restore_best or (has_failed and self.trainer.step == self._begin_step):  # Before a step, the best is that of an earlier `fit`.
             return
         self._wait_for_saves(self._saver)
         step = best_step = self.best_step
@@ -224,7 +226,7 @@ class BestCheckpoint(StoreCallback):
                 what = "the last parameters are kept" if step is None else f"the parameters of step {step} are restored"
                 warn(f"{self.directory} no longer contains the best checkpoint (step {best_step}), so {what}.")
         # A state that is not split is saved by process 0 alone, so the others wait for it here. After a failure, not all processes may get here.
-        if jax.process_count() > 1 and failure_since(failure_before) is None and count_processes(self.trainer.state.step.devices()) > 1:
+        if jax.process_count() > 1 and not has_failed and count_processes(self.trainer.state.step.devices()) > 1:
             step = exchange(step, "the best checkpoint")[0]
         if step is not None and has_state(self.trainer):  # Otherwise, do not hide the error that ended the run.
             path = self.store.path(step)

@@ -57,7 +57,8 @@ class Monitor:
         if getattr(value, "ndim", 0):
             raise MonitorError(f"{self.owner} monitors {self.key!r}, which is an array of shape {list(value.shape)}. Monitor a number.")
         kind = logs.kinds.get(self.key) if isinstance(logs, Logs) else None
-        self.direction = self.mode or (kind and kind.direction) or default_direction(self.key)
+        # A restarted run that has no batch left has no kinds, but the direction of its checkpoint.
+        self.direction = self.mode or (kind and kind.direction) or default_direction(self.key) or self.direction
         if self.direction is None:
             raise MonitorError(f"{self.owner} monitors {self.key!r}, but it is unknown whether higher or lower is better. Pass mode='min' or mode='max'.")
         return float(value)
@@ -107,7 +108,8 @@ class MonitorCallback(Callback):
 
     @override
     def load_closing(self, step: int, epoch: int, logs: Logs) -> None:
-        self._observe_logs(epoch, logs)
+        if self._monitor.key in logs:  # Otherwise, the value was not saved.
+            self._observe_logs(epoch, logs)
 
 
 class EarlyStopping(MonitorCallback):

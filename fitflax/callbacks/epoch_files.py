@@ -53,7 +53,6 @@ class EpochFile(Callback):
         self._file: TextIO | None = None  # Open after the first row of a run.
         self._written: tuple[int, int, int] | None = None  # Device, inode and size after the last row.
         self._has_warned = False
-        self._dropped: list[Any] = []  # The rows after the checkpoint that the run resumed from.
         self._first_row = 0  # The index of this run's first row; earlier ones are of other runs.
         self._num_loaded = 0  # The rows that the resumed run had written before its checkpoint.
         # Only for a file in a bucket; the thread starts with its first row.
@@ -108,7 +107,7 @@ class EpochFile(Callback):
         # Without `append` the file is ignored, unless `load_state_dict` finds that this run wrote it.
         if not self.append:
             self._check_replaceable()
-        self._rows, self._dropped = self._read() if self.append else [], []
+        self._rows = self._read() if self.append else []
         self._first_row, self._has_warned, self._num_loaded = len(self._rows), False, 0
 
     def _check_replaceable(self) -> None:
@@ -152,7 +151,6 @@ class EpochFile(Callback):
             self._write(None)
 
     def _drop_after(self, count: int) -> None:
-        self._dropped = self._rows[count:]
         del self._rows[count:]
 
     @override
@@ -444,9 +442,20 @@ class JSONLogger(EpochFile):
 
     _kind = "text"
     _count_name = "lines"
+    _dropped: Sequence[str] = ()  # Lines after the checkpoint that the run resumes from, until it continues.
 
     def __init__(self, path: str | os.PathLike[str], *, append: bool = False, storage_options: Mapping[str, Any] | None = None) -> None:
         super().__init__(path, append=append, storage_options=storage_options)
+
+    @override
+    def _prepare(self) -> None:
+        self._dropped = ()
+        super()._prepare()
+
+    @override
+    def _drop_after(self, count: int) -> None:
+        self._dropped = self._rows[count:]
+        super()._drop_after(count)
 
     @override
     def _parse(self, text: str) -> list[Any]:
@@ -493,4 +502,12 @@ class JSONLogger(EpochFile):
         row = self._row(epoch, step, row_of(logs, only_recorded=False))
         # The earlier process also wrote values that checkpoints do not keep, such as samples.
         saved = json.loads(row).items()
-        self._append(next((line for line in self._dropped or self._read() if saved <= json.loads(line).items()), row))
+        lines, self._dropped = self._dropped, ()
+        if not lines:  # If the run is shorter than an epoch, `load_state_dict` has not read the file, which may belong to another run.
+            with contextlib.suppress(CallbackError):
+                lines = self._read()
+        self._append(next((line for line in lines if saved <= json.loads(line).items()), row))
+
+    @override
+    def drop_closing(self) -> None:
+        self._dropped = ()

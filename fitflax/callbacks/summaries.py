@@ -195,7 +195,10 @@ def _write_values(emit: Emit, values: Mapping[str, Any]) -> None:
         if isinstance(value, float | int):
             parts.append(_value(key, simple_value=value))
             continue
-        array = np.asarray(jax.device_get(value))
+        try:
+            array = np.asarray(jax.device_get(value))
+        except ValueError:  # Nested lists of different lengths.
+            continue
         is_number = array.dtype == bool or jnp.issubdtype(array.dtype, jnp.integer) or jnp.issubdtype(array.dtype, jnp.floating)
         if not is_number or not array.size:
             continue  # A value from a user's callback that is not a number.

@@ -214,12 +214,16 @@ def load_partial_epoch(directory: Location) -> dict[str, Any] | None:
 
 
 def _array_of(value: list[Any]) -> Any:
-    """Returns a list of floats as an array, because it was one. Other lists were logged by a user's callback."""
+    """Returns a list of float32 values as an array."""
     try:
         array = np.asarray(value)
     except ValueError:  # The rows have different lengths.
         return value
-    return array.astype(np.float32) if array.dtype.kind == "f" else value
+    if array.dtype.kind != "f":
+        return value
+    with np.errstate(over="ignore"):
+        single = array.astype(np.float32)
+    return single if np.array_equal(single, array, equal_nan=True) else value
 
 
 # --- Reading by several processes ---

@@ -243,14 +243,14 @@ def _integer(value: Any) -> int | None:
 
 def _json_rows(path: Path) -> Iterator[dict[str, Any]]:
     try:
-        *lines, last = path.read_bytes().split(b"\n")
-        for number, line in enumerate([*lines, last]):
+        lines = path.read_bytes().split(b"\n")
+        for number, line in enumerate(lines):
             if not line.strip():
                 continue
             try:
                 row = json.loads(line)
             except ValueError:
-                if 0 < number == len(lines):
+                if 0 < number == len(lines) - 1:
                     return  # The last line may be incomplete, during a write or after a power failure.
                 raise
             if not isinstance(row, dict):

@@ -302,7 +302,10 @@ def readings_of_state(state: Mapping[str, Any]) -> list[Reading]:
 def _numbers(values: Mapping[str, Any]) -> Iterable[tuple[str, float]]:
     """Yields numbers, and each entry of one-dimensional arrays. Other values are left out."""
     for name, value in values.items():
-        array = np.asarray(value)
+        try:
+            array = np.asarray(value)
+        except ValueError:  # Nested lists of different lengths.
+            continue
         if array.dtype != bool and not np.issubdtype(array.dtype, np.number) and array.dtype.name != "bfloat16":
             continue
         if array.ndim == 0:

@@ -377,13 +377,20 @@ def test_with_several_processes_all_restore_the_best_step_of_process_0_unless_th
     assert np.array_equal(trainer.state.params["kernel"], CheckpointStore(tmp_path).restore(5).train["params"]["kernel"])
 
 
-def test_a_run_that_fails_before_its_first_step_does_not_restore_the_best_parameters_of_an_earlier_one(trainer, tmp_path):
-    best = BestCheckpoint(tmp_path, monitor="score", mode="max", restore_best=True)
+@pytest.mark.parametrize("when", ["before", "after", "in an epoch"])
+def test_a_run_that_fails_before_its_first_step_does_not_restore_the_best_parameters_of_an_earlier_one(when, trainer, tmp_path):
+    """Before or after its `on_train_begin`, or at the beginning of an epoch."""
+
+    def fail(epoch: int, logs: Any) -> None:
+        raise MonitorError("there is no validation data")
+
+    best = BestCheckpoint(tmp_path / "best", monitor="score", mode="max", restore_best=True)
     fit(trainer, scores(1, 0), best, epochs=2)
     fit(trainer)
     last = state_of(trainer)
+    failing = {"before": EarlyStopping(), "after": BestCheckpoint(tmp_path / "other"), "in an epoch": LambdaCallback(on_epoch_begin=fail)}[when]
     with pytest.raises(MonitorError, match="there is no validation data"):
-        fit(trainer, EarlyStopping("val_loss"), best)
+        fit(trainer, best, failing)
     assert not differences(state_of(trainer), last)
 
 

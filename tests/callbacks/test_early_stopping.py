@@ -381,6 +381,28 @@ def test_a_finished_run_that_ended_inside_an_epoch_can_be_started_again_if_the_m
     assert first["best"] is not None and start() == first
 
 
+def test_a_run_whose_iterator_ended_inside_an_epoch_can_be_started_again_if_the_metric_declares_the_direction(tmp_path):
+    def start():
+        stop, best = EarlyStopping("r2", patience=9), BestCheckpoint(tmp_path / "best", monitor="r2")
+        options = {"steps_per_epoch": 2, "epochs": 3, "resume": "auto", "verbose": 0}
+        with pytest.warns(FitflaxWarning):
+            make(["r2"]).fit(iter([(X, Y)] * 3), callbacks=[stop, best, ModelCheckpoint(tmp_path / "all")], **options)
+        return stop.state_dict(), best.best
+
+    first = start()
+    assert first[0]["best_epoch"] == 1 and start() == first
+
+
+def test_a_finished_run_that_ended_inside_an_epoch_can_be_started_again_with_a_monitor_of_a_value_that_was_not_saved(tmp_path):
+    options = {"batch_size": 4, "steps": 3, "validation_data": (X, Y), "resume": "auto", "verbose": 0}
+    saving = ModelCheckpoint(tmp_path / "all")
+    make().fit(X, Y, callbacks=[saving], **options)
+    stop, best = EarlyStopping("val_f1", mode="max"), BestCheckpoint(tmp_path / "best", monitor="val_f1", mode="max")
+    with pytest.warns(FitflaxWarning, match="is new"):
+        make().fit(X, Y, callbacks=[adding([], "val_f1"), stop, best, saving], **options)
+    assert stop.best is None and best.best is None
+
+
 def test_a_run_that_fails_before_its_first_step_does_not_restore_the_best_parameters_of_an_earlier_one():
     trainer, stop = make(), EarlyStopping("loss", patience=9, restore_best=True)
     trainer.fit(X, Y, epochs=2, callbacks=[stop], verbose=0)

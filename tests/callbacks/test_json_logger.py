@@ -68,13 +68,16 @@ def test_starting_a_finished_run_that_ended_inside_an_epoch_again_keeps_all_valu
     def start():
         trainer = fitflax.Trainer(nn.Dense(3))
         trainer.compile("sgd", "mse", [SampleCollector(2)])
-        add = LambdaCallback(on_epoch_end=lambda epoch, logs: logs.update(worst=["cat", "dog"], ids=[1, 2]))
+        add = LambdaCallback(on_epoch_end=lambda epoch, logs: logs.update(worst=["cat", "dog"], ids=[1, 2], scores=[0.1, 0.2]))
         callbacks = [add, JSONLogger(tmp_path / "log.jsonl"), ModelCheckpoint(tmp_path / "checkpoints")]
         trainer.fit(X, Y, batch_size=4, steps=steps, callbacks=callbacks, resume="auto", verbose=0)
         return (tmp_path / "log.jsonl").read_text()
 
     first = start()
     assert '"samples": [[' in first.splitlines()[-1] and start() == first
+    if steps == 1:  # The checkpoint of a run that is shorter than an epoch does not show that the file belongs to it.
+        (tmp_path / "log.jsonl").write_text(f"{first}damaged\n{first}")
+        assert [json.loads(line)["step"] for line in start().splitlines()] == [1]
 
 
 def test_a_new_run_replaces_the_file_or_appends_to_it(tmp_path):

@@ -268,6 +268,7 @@ def test_real_numbers_that_callbacks_add_at_the_end_of_an_epoch_are_written(tmp_
         "nothing": None,
         "complex": 1j,
         "empty": np.zeros((0, 3)),
+        "ragged": [[1], [1, 2]],
         "hit@5 (top)": 0.75,
     }
     fit(TensorBoard(tmp_path), LambdaCallback(on_epoch_end=lambda epoch, logs: logs.update(added)))

@@ -32,7 +32,7 @@ def test_a_nan_round_trips(tmp_path):
 
 
 def test_arrays_and_the_lists_of_callbacks_round_trip(tmp_path):
-    lists = {"worst": ["cat"], "ragged": [[1], [1, 2]], "ids": [1, 2], "dicts": [{"a": 1}]}
+    lists = {"worst": ["cat"], "ragged": [[1], [1, 2]], "ids": [1, 2], "scores": [0.1, 1e300], "dicts": [{"a": 1}]}
     save_partial_epoch(tmp_path, row_of(0, {**lists, "array": np.float32([1, math.nan])}))
     logs = load_partial_epoch(tmp_path)["logs"]
     array = logs.pop("array")

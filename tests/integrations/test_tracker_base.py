@@ -64,3 +64,7 @@ def test_values_that_are_still_on_the_device_are_saved_and_restored():
     (back,) = readings_of_state(state_of([Reading.of_point(Point(1, 0.1, {"nan": float("nan"), "inf": -float("inf"), "x": 0.1}))], numbers_only=False))
     values = back.read().values
     assert np.isnan(values["nan"]) and values["inf"] == -float("inf") and values["x"] == 0.1
+
+
+def test_values_that_are_not_numbers_are_left_out():
+    assert Reading(1, 0.0, {"loss": 0.5, "text": "a", "ragged": [[1], [1, 2]]}).read().values == {"loss": 0.5}
