@@ -739,6 +739,19 @@ def test_releasing_a_lease_does_not_hold_the_guard_of_locks(where):
     assert lock.holder_of(where.place) is None
 
 
+@in_memory
+def test_a_lease_whose_thread_cannot_be_started_does_not_block_the_next_run(where, monkeypatch):
+    def fail(thread):
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="can't start new thread"):
+        patch.setattr(threading.Thread, "start", fail)
+        Lease(where.place).acquire()
+    lease = Lease(where.place)
+    lease.acquire()
+    lease.release()
+
+
 @pytest.mark.slow
 def test_a_save_that_is_in_progress_when_the_process_ends_is_completed(servers, process_env):
     script = """
