@@ -155,7 +155,7 @@ class CallbackList:
         return {id(callback) for callback, schedule in self._schedules if schedule.due(moment)}
 
     def on_checkpoint(self, checkpoint: Checkpoint, fired_ids: set[int]) -> None:
-        """Calls `on_checkpoint` of the callbacks in `fired_ids` and of those that request it. All are synced before the first of them saves.
+        """Calls `on_checkpoint` of the callbacks in `fired_ids` and of those that request it. All are synced and prepared before the first of them saves.
 
         If one fails, the others are still called, and the run is saved, before the error is raised.
         """
@@ -165,10 +165,12 @@ class CallbackList:
             has_fired = not checkpoint.run.position.is_repeat and (callback.every is None or id(callback) in fired_ids)
             return overrides(callback, "on_checkpoint") and (has_fired or callback.wants(checkpoint))
 
-        def sync() -> None:
+        def prepare() -> None:
             checkpoint.run.finish_steps()  # Otherwise, the time of running steps would count as time of saving.
             with self._spent.on("saving"):
-                self.sync(checkpoint.run.uploads)
+                callbacks = [callback for callback in self._active if overrides(callback, "before_saves") and is_called(callback)]
+                before = [functools.partial(callback.before_saves, checkpoint) for callback in callbacks]
+                _call_all([functools.partial(self.sync, checkpoint.run.uploads), *before])
 
         def call(callback: Callback) -> None:
             with self._spent.on("saving" if callback.phase >= Phase.SAVE_BEST else "callbacks"):
@@ -184,13 +186,13 @@ class CallbackList:
                 return False
             return True
 
-        is_synced = is_saved = False
+        is_prepared = is_saved = False
         with self._spent.on("saving"):  # `wants` may wait for a save.
             checkpoint.run.savers = [callback.saves_as for callback in self._active if callback.saves_as is not None and is_called(callback)]
         for callback in filter(is_called, self._active):
-            if callback.phase >= Phase.SAVE_BEST and not is_synced:
-                is_synced = True
-                if not succeeds(sync) and self._exits_immediately():
+            if callback.phase >= Phase.SAVE_BEST and not is_prepared:
+                is_prepared = True
+                if not succeeds(prepare) and self._exits_immediately():
                     break
             saves = checkpoint.run.num_saves
             if succeeds(call, callback):
