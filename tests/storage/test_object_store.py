@@ -834,6 +834,21 @@ def with_timeout(where, limit):
     return dataclasses.replace(where, options={**where.options, "client_options": {**where.options["client_options"], "timeout": limit}})
 
 
+@pytest.mark.parametrize("where", [("s3", True)], indirect=True, ids=["s3"])
+def test_a_large_object_is_uploaded_in_parts_and_a_failed_upload_leaves_none(where, monkeypatch):
+    monkeypatch.setattr(object_store, "_MAX_PUT_BYTES", 1000)
+    monkeypatch.setattr(object_store, "_PART_BYTES", 5 * 2**20)  # The minimum of S3.
+    path, data = where.place / "model.safetensors", bytes(range(256)) * (6 * 2**12)
+    where.proxy.fail(lambda method, path: method == "PUT" and "partNumber=2" in path, status=403)
+    with pytest.raises(StorageError, match="Check the credentials"):
+        path.write_bytes(data)
+    assert not path.exists() and any(method == "DELETE" and "uploadId=" in path and status == 204 for method, path, status in where.proxy.log)
+    where.proxy.clear()
+    path.write_bytes(data)
+    assert path.read_bytes() == data
+    assert sorted(path.partition("partNumber=")[2][0] for method, path, _ in where.proxy.log if method == "PUT") == ["1", "2"]
+
+
 SLOW = {"a part": is_part, "a commit": is_commit, "a listing": lambda method, path: method == "GET" and "list-type" in path}
 
 
