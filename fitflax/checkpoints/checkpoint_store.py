@@ -384,7 +384,10 @@ class CheckpointStore:
         check_held(self.directory)
         if isinstance(self.directory, ObjectPath) or not self._claim:
             return
-        note = self._read(_RUN)
+        try:
+            note = self._read(_RUN)
+        except CheckpointError:
+            return  # The caller's own access to the disk reports what is wrong with it.
         if isinstance(note.get("process"), str) and note["process"] != self._claim["process"]:
             raise DirectoryInUseError(
                 f"Another process uses {self.directory} for run {note.get('run_id')!r}, because the directory was removed, moved or replaced during this run, "
