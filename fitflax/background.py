@@ -138,8 +138,14 @@ class Background:
 
     def _start(self) -> None:
         if self._thread is None:
-            self._thread = thread = threading.Thread(target=self._run_jobs, name=self.name, daemon=True)
-            thread.start()
+            thread = threading.Thread(target=self._run_jobs, name=self.name, daemon=True)
+            try:
+                self._thread = thread
+                thread.start()
+            except BaseException:
+                # Otherwise, waits would never end. If Ctrl-C came after the thread had started, the next one waits for its turn.
+                self._thread = None
+                raise
 
     # -- in the thread --
 

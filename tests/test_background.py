@@ -61,6 +61,22 @@ def test_a_barrier_waits_for_the_jobs_before_it_in_several_threads_and_for_the_h
     assert seen == [1, 1, 1] and done == ["later"]
 
 
+def test_if_no_thread_can_be_started_the_caller_gets_the_error_and_a_later_wait_starts_one(monkeypatch):
+    def fail(thread):
+        raise RuntimeError("can't start new thread")
+
+    background, errors = make()
+    done = []
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="can't start new thread"):
+        patch.setattr(threading.Thread, "start", fail)
+        background.submit(lambda: done.append(1))
+    waiter = threading.Thread(target=background.wait_until, args=(lambda: background.is_idle,), daemon=True)
+    waiter.start()
+    waiter.join(10)
+    assert not waiter.is_alive() and (done, errors) == ([1], [])
+    background.end()
+
+
 def test_the_thread_ends_on_request_or_when_idle_and_another_one_takes_over(monkeypatch):
     ended = []
     background, _ = make(on_end=lambda: ended.append(1))

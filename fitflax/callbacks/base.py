@@ -288,6 +288,9 @@ class Callback:
         """The directory in which this callback saves every checkpoint that it gets, and the owner name under which it keeps them."""
         return None
 
+    def before_saves(self, checkpoint: Checkpoint) -> None:
+        """Decides whether `on_checkpoint` will save. Called before any callback saves, because each checkpoint contains the states of all callbacks."""
+
     def run_was_saved(self) -> None:
         """Called after a checkpoint of the whole run, with the states of all callbacks, is saved."""
 

@@ -85,7 +85,9 @@ class BestCheckpoint(StoreCallback):
         # Pairs (value, step), the best first. `_closing` was saved by a run that ended inside an epoch, after its last checkpoint.
         self._kept: list[tuple[float, int]] = []
         self._closing: tuple[float, int] | None = None
+        # The checkpoint that is about to be saved, and `_kept` before it.
         self._saving: tuple[float, int] | None = None
+        self._kept_before: list[tuple[float, int]] = []
         # Steps that the newest checkpoint of the whole run lists as the best. A resume needs them, so they are deleted only after a newer one is complete.
         self._referenced: set[int] = set()
         self._resumed_step = 0
@@ -151,15 +153,27 @@ class BestCheckpoint(StoreCallback):
         self._referenced = self._kept_steps if self._is_run_saved else set()  # The newest checkpoint of the run may be from an earlier `fit`.
 
     @override
-    def on_checkpoint(self, checkpoint: Checkpoint) -> None:
+    def before_saves(self, checkpoint: Checkpoint) -> None:
+        self._forget_unsaved()
         if self._in_fit and not checkpoint.epoch_ends and self._monitor.key not in checkpoint.evaluated:
             return
         self._open_plain_run(checkpoint)
         value = self._candidate(checkpoint.logs, checkpoint.step)
-        if value is None:
+        if value is not None:
+            self._saving, self._kept_before = (value, checkpoint.step), self._kept
+            self._keep_best_of(self._kept)
+
+    def _forget_unsaved(self) -> None:
+        """Forgets a best checkpoint that `on_checkpoint` did not save, because a subclass left it out, or a second Ctrl-C came before."""
+        if self._saving is not None:
+            self._saving, self._kept = None, self._kept_before
+
+    @override
+    def on_checkpoint(self, checkpoint: Checkpoint) -> None:
+        if not self._in_fit:
+            self.before_saves(checkpoint)
+        if self._saving is None:
             return
-        self._saving = (value, checkpoint.step)
-        self._keep_best_of(self._kept)
         try:
             self._save(checkpoint, self._kept_steps | self._referenced)
         except CheckpointError:
@@ -213,6 +227,7 @@ class BestCheckpoint(StoreCallback):
         if not self._in_fit:  # The run failed before `on_train_begin`.
             return
         self._in_fit, failure_before, self._failure_before = False, self._failure_before, None
+        self._forget_unsaved()
         has_failed = failure_since(failure_before) is not None
         if not self.restore_best or (has_failed and self.trainer.step == self._begin_step):  # Before a step, the best is that of an earlier `fit`.
             return
@@ -245,7 +260,14 @@ class BestCheckpoint(StoreCallback):
 
     @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._monitor.direction = self._monitor.mode or state["direction"]
         kept = [(float(value), int(step)) for value, step in state["kept"]]
+        kept_steps = {step for _, step in kept}
+        if self._resumed_step in kept_steps and self._resumed_step not in self.store.steps():
+            # If the process died before this callback's save of the step, but after that of another one, the previous best has not been replaced.
+            previous = [entry for entry in self._on_disk() if entry[1] not in kept_steps]
+            if previous:
+                kept = self._rank([*(entry for entry in kept if entry[1] != self._resumed_step), *previous])[: self.keep]
         # A checkpoint that a better one has replaced is not lost: a run that resumes from an older checkpoint will reach the better one again.
         gone = self.store.lost(self.owner, [step for _, step in kept])
         self._kept = [entry for entry in kept if entry[1] not in gone]
@@ -258,4 +280,3 @@ class BestCheckpoint(StoreCallback):
         self._referenced = self._kept_steps if self._is_run_saved else set()
         if self.store.steps():  # Delete checkpoints that a killed process did not delete. `load_closing` may need the resumed step.
             self.store.retain(self.owner, self._kept_steps | ({self._resumed_step} & set(self.store.wanted(self.owner))))
-        self._monitor.direction = self._monitor.mode or state["direction"]

@@ -155,26 +155,28 @@ class CallbackList:
         return {id(callback) for callback, schedule in self._schedules if schedule.due(moment)}
 
     def on_checkpoint(self, checkpoint: Checkpoint, fired_ids: set[int]) -> None:
-        """Calls `on_checkpoint` of the callbacks in `fired_ids` and of those that request it. All are synced before the first of them saves.
+        """Calls `on_checkpoint` of the callbacks in `fired_ids` and of those that request it. All are synced and prepared before the first of them saves.
 
         If one fails, the others are still called, and the run is saved, before the error is raised.
         """
         failure: BaseException | None = None
-        is_synced = is_saved = False
+        is_prepared = is_saved = False
 
         def is_called(callback: Callback) -> bool:
             has_fired = not checkpoint.run.position.is_repeat and (callback.every is None or id(callback) in fired_ids)
             return overrides(callback, "on_checkpoint") and (has_fired or callback.wants(checkpoint))
 
         def prepare_save(callback: Callback) -> None:
-            nonlocal is_synced
+            nonlocal is_prepared
             # Without this wait, the time of running steps would count as time of saving. A callback that saves nothing must not wait.
             if callback.copies_state or callback.saves_as is not None or checkpoint.epoch_ends or checkpoint.evaluated:
                 checkpoint.run.finish_steps(asynchronous=callback.copies_state)
-            if not is_synced:
-                is_synced = True
+            if not is_prepared:
+                is_prepared = True
                 with self._spent.on("saving"):
-                    self.sync(checkpoint.run.uploads)
+                    callbacks = [callback for callback in self._active if overrides(callback, "before_saves") and is_called(callback)]
+                    before = [functools.partial(callback.before_saves, checkpoint) for callback in callbacks]
+                    _call_all([functools.partial(self.sync, checkpoint.run.uploads), *before])
 
         def call(callback: Callback) -> None:
             with self._spent.on("saving" if callback.phase >= Phase.SAVE_BEST else "callbacks"):

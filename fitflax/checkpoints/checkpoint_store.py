@@ -272,7 +272,7 @@ class CheckpointStore:
         next `claim` restores them.
         """
         with disk_errors("set checkpoints aside in", self.directory):
-            check_held(self.directory)
+            self._check_held()
             later_steps = [later for later in self.steps() if later > step]
             if later_steps:
                 self._files.set_aside(later_steps, since=step + 1)
@@ -347,7 +347,7 @@ class CheckpointStore:
                     f"Could not save {path}: {self.directory} is gone, with the checkpoints in it. It was removed, moved or replaced during the run. "
                     "Put it back and resume, or start a new run in another directory."
                 )
-            check_held(self.directory)
+            self._check_held()
             present = self._files.recent_contents().steps
             existing = self._metadata(step) if step in present else {}
             same = (existing.get("process"), existing.get("run_id")) == (PROCESS, metadata.get("run_id"))
@@ -366,7 +366,7 @@ class CheckpointStore:
         try:
             if unnoted is not None:
                 raise unnoted
-            check_held(self.directory)
+            self._check_held()
             present, set_aside = self._files.recent_contents()
             for aside in set_aside:
                 if step >= aside.since:
@@ -379,11 +379,26 @@ class CheckpointStore:
             warn(f"{path} was saved, but {self.directory} could not be cleaned up: {fault}. More checkpoints are kept than you asked for.")
         return path
 
+    def _check_held(self) -> None:
+        """Raises `DirectoryInUseError` if another process has taken the directory over, or uses one that has replaced it."""
+        check_held(self.directory)
+        if isinstance(self.directory, ObjectPath) or not self._claim:
+            return
+        try:
+            note = self._read(_RUN)
+        except CheckpointError:
+            return  # The caller's own access to the disk reports what is wrong with it.
+        if isinstance(note.get("process"), str) and note["process"] != self._claim["process"]:
+            raise DirectoryInUseError(
+                f"Another process uses {self.directory} for run {note.get('run_id')!r}, because the directory was removed, moved or replaced during this run, "
+                "or cannot be locked. This run saves nothing more there. Resume it in another directory."
+            )
+
     @_first_process_only
     def retain(self, owner: str, keep: Collection[int]) -> None:
         """Changes the steps that an owner keeps, and deletes those that no owner keeps anymore."""
         with disk_errors("delete checkpoints in", self.directory):
-            check_held(self.directory)
+            self._check_held()
             present = self.steps()
             self._record(owner, set(map(int, keep)), present)
             self._delete_unwanted(present)

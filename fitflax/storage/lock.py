@@ -229,14 +229,15 @@ class Lease:
             _LIVE.add(self._id)
             try:
                 self._write(tag)
-                break
+                self._thread = threading.Thread(target=self._renew_loop, name="fitflax-lease", daemon=True)
+                self._thread.start()
+                return
             except ChangedError:
                 _LIVE.discard(self._id)  # Another process was faster: read who it is.
             except BaseException:
-                _LIVE.discard(self._id)  # If it was written after all, its holder counts as dead.
+                _LIVE.discard(self._id)  # If it was written, its holder counts as dead.
+                self._end.put(None)  # For a thread that had started when Ctrl-C came.
                 raise
-        self._thread = threading.Thread(target=self._renew_loop, name="fitflax-lease", daemon=True)
-        self._thread.start()
 
     def _read(self) -> tuple[dict[str, Any], str | None]:
         """Returns the holder's note, `{}` if it cannot be parsed, and its version, `None` if there is none."""

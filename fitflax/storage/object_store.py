@@ -29,6 +29,11 @@ _RETRY = {
     "backoff": {"init_backoff": dt.timedelta(milliseconds=100), "max_backoff": dt.timedelta(seconds=10), "base": 2},
 }
 _CLIENT = {"connect_timeout": "10s", "timeout": "60s"}
+# Larger objects, such as weights, are multipart uploads, because the timeout applies to each request. Since version 0.12, obstore always aborts an upload
+# that failed, so that no hidden parts remain.
+_MAX_PUT_BYTES = 2**26
+_PART_BYTES = 2**25
+_PARTS_IN_FLIGHT = 4
 # Stores report a missing bucket like a missing object.
 _NO_BUCKET = re.compile(r"404 Not Found|NoSuchBucket|BucketNotFound|ContainerNotFound|The specified (bucket|container) does not exist", re.IGNORECASE)
 _REFUSED = re.compile(
@@ -95,7 +100,8 @@ class Bucket:
         """
         mode: Any = "create" if create else None if tag is None else _version(tag)
         if mode is None:
-            return self._with_retries("write", key, lambda: _tag(self._obstore.put(self._store, key, data, use_multipart=False)))
+            options = {"use_multipart": memoryview(data).nbytes > _MAX_PUT_BYTES, "chunk_size": _PART_BYTES, "max_concurrency": _PARTS_IN_FLIGHT}
+            return self._with_retries("write", key, lambda: _tag(self._obstore.put(self._store, key, data, **options)))
         exceptions = self._obstore.exceptions
 
         def put() -> str:

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import shutil
 import threading
 from typing import Any
 
@@ -150,6 +151,44 @@ def test_a_resume_keeps_the_best(mode, stored, values, best, trainer, tmp_path):
     start(1)
     resumed = start(1 + len(values))
     assert (resumed.best, resumed.best_step, steps_in(tmp_path / "best")) == (*best, [best[1]])
+
+
+def test_two_callbacks_in_one_directory_each_know_their_best_after_a_resume(trainer, tmp_path):
+    def start(epochs: int) -> list[int | None]:
+        log = LambdaCallback(on_epoch_end=lambda epoch, logs: logs.update(a=[1, 2][epoch], b=[2, 1][epoch]))
+        best = [BestCheckpoint(tmp_path, monitor=name, mode="max") for name in "ab"]
+        fit(trainer, log, *best, ModelCheckpoint(tmp_path, keep=1), epochs=epochs, resume="auto")
+        return [callback.best_step for callback in best]
+
+    assert start(1) == [5, 5]
+    assert (start(2), steps_in(tmp_path)) == ([10, 5], [5, 10])
+
+
+def test_if_a_kill_prevents_the_save_of_the_second_of_two_callbacks_it_keeps_its_previous_best(trainer, tmp_path):
+    """Without a regular checkpoint, the run resumes from the first one's directory."""
+
+    def start(epochs: int, resume: Any = None) -> BestCheckpoint:
+        first, second = (BestCheckpoint(tmp_path / name, monitor="score", mode="max") for name in "ab")
+        fit(trainer, scores(1, 2, 0), first, second, epochs=epochs, resume=resume)
+        return second
+
+    start(1)
+    shutil.copytree(tmp_path / "b", tmp_path / "b before the save of step 10")
+    assert start(2, tmp_path / "a").best_step == 10
+    shutil.rmtree(tmp_path / "b")
+    (tmp_path / "b before the save of step 10").rename(tmp_path / "b")
+    assert (start(3, tmp_path / "a").best_step, steps_in(tmp_path / "a"), steps_in(tmp_path / "b")) == (5, [10], [5])
+
+
+def test_a_best_checkpoint_that_a_subclass_does_not_save_does_not_count(trainer, tmp_path):
+    class FromStep10(BestCheckpoint):
+        def on_checkpoint(self, checkpoint: Any) -> None:
+            if checkpoint.step >= 10:
+                super().on_checkpoint(checkpoint)
+
+    best = FromStep10(tmp_path, monitor="score", mode="max")
+    fit(trainer, scores(3, 2, 1), best, epochs=3)
+    assert (best.best_step, steps_in(tmp_path)) == (10, [10])
 
 
 def test_checkpoints_after_the_step_resumed_from_are_dropped(trainer, tmp_path):

@@ -268,6 +268,21 @@ def test_an_overwritten_run_is_deleted_after_the_first_new_checkpoint(store):
     assert (retention["owners"], retention["unknown"]) == ({"other": [10]}, [])
 
 
+def test_a_run_whose_directory_was_replaced_changes_nothing_in_that_of_another_run(tmp_path, monkeypatch):
+    store = three_steps(tmp_path / "a")
+    store.directory.rename(tmp_path / "old")
+    other = CheckpointStore(store.directory)
+    with monkeypatch.context() as patch:
+        new_process(patch, "bbbb")
+        other.claim("b", overwrite=False)
+        save(other, 10, run="b")
+    with pytest.raises(DirectoryInUseError, match=r"^Another process uses .* for run 'b', because the directory was removed, moved or replaced"):
+        save(store, 40, keep=[20, 30])
+    with pytest.raises(DirectoryInUseError, match="saves nothing more there"):
+        store.retain("model", [30])
+    assert (other.steps(), other.owners()) == ([10], {"model": [10]})
+
+
 def test_a_second_owner_may_claim_for_the_same_run_with_or_without_overwrite(store):
     save(store, 10)
     store.claim("b", overwrite=True)

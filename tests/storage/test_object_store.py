@@ -739,6 +739,19 @@ def test_releasing_a_lease_does_not_hold_the_guard_of_locks(where):
     assert lock.holder_of(where.place) is None
 
 
+@in_memory
+def test_a_lease_whose_thread_cannot_be_started_does_not_block_the_next_run(where, monkeypatch):
+    def fail(thread):
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="can't start new thread"):
+        patch.setattr(threading.Thread, "start", fail)
+        Lease(where.place).acquire()
+    lease = Lease(where.place)
+    lease.acquire()
+    lease.release()
+
+
 @pytest.mark.slow
 def test_a_save_that_is_in_progress_when_the_process_ends_is_completed(servers, process_env):
     script = """
@@ -819,6 +832,21 @@ def test_a_transient_fault_has_no_effect(where, fault, monkeypatch):
 def with_timeout(where, limit):
     """Returns the same place, for a client that waits `limit` for an answer."""
     return dataclasses.replace(where, options={**where.options, "client_options": {**where.options["client_options"], "timeout": limit}})
+
+
+@pytest.mark.parametrize("where", [("s3", True)], indirect=True, ids=["s3"])
+def test_a_large_object_is_uploaded_in_parts_and_a_failed_upload_leaves_none(where, monkeypatch):
+    monkeypatch.setattr(object_store, "_MAX_PUT_BYTES", 1000)
+    monkeypatch.setattr(object_store, "_PART_BYTES", 5 * 2**20)  # The minimum of S3.
+    path, data = where.place / "model.safetensors", bytes(range(256)) * (6 * 2**12)
+    where.proxy.fail(lambda method, path: method == "PUT" and "partNumber=2" in path, status=403)
+    with pytest.raises(StorageError, match="Check the credentials"):
+        path.write_bytes(data)
+    assert not path.exists() and any(method == "DELETE" and "uploadId=" in path and status == 204 for method, path, status in where.proxy.log)
+    where.proxy.clear()
+    path.write_bytes(data)
+    assert path.read_bytes() == data
+    assert sorted(path.partition("partNumber=")[2][0] for method, path, _ in where.proxy.log if method == "PUT") == ["1", "2"]
 
 
 SLOW = {"a part": is_part, "a commit": is_commit, "a listing": lambda method, path: method == "GET" and "list-type" in path}
