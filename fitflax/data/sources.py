@@ -250,6 +250,7 @@ class FunctionSource(Source):
         self._make = make
         self._adapt = adapt
         self._last: Source | None = None
+        self._undisturbed: contextlib.ExitStack | None = None
 
     @override
     def open(self, position: Position) -> Iterator[Triple]:
@@ -270,8 +271,21 @@ class FunctionSource(Source):
 
     def _next(self) -> Source:
         source = self._adapt(self._make())
+        if self._undisturbed is not None:
+            self._undisturbed.enter_context(source.undisturbed())
+            if isinstance(source, SequenceSource):
+                source.may_be_new = True
         self._last = None if source.num_started is None else source  # Others may hold worker processes.
         return source
+
+    @override
+    @contextlib.contextmanager
+    def undisturbed(self) -> Iterator[None]:
+        try:
+            with contextlib.ExitStack() as self._undisturbed:
+                yield
+        finally:
+            self._undisturbed = None
 
     @property
     @override
@@ -371,6 +385,7 @@ class SequenceSource(IterableSource):
         super().__init__(data, options)
         self.set_length(data, self.length(), is_endless=self.length() is None)
         self._is_undisturbed = False
+        self.may_be_new = False  # Then `on_epoch_begin` may have to prepare the data, even if it is read only for its shapes.
         # Keras's `ImageDataGenerator` draws random numbers for each batch.
         self._draws_for_batches = hasattr(data, "total_batches_seen")
         self.can_reread = self._hook("on_epoch_begin") is None and not self._draws_for_batches
@@ -429,8 +444,8 @@ class SequenceSource(IterableSource):
     def begin(self) -> None:
         """Calls `on_epoch_begin` of the data, and first `on_epoch_end` if a pass was not read to its end."""
         self.end()
-        if self.calls_hooks and not self._is_undisturbed:
-            self.epochs.is_open = True
+        if self.calls_hooks and (self.may_be_new or not self._is_undisturbed):
+            self.epochs.is_open = not self._is_undisturbed or self.epochs.is_open
             if (hook := self._hook("on_epoch_begin")) is not None:
                 hook()
 
