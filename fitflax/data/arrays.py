@@ -212,8 +212,12 @@ def _as_numpy(tree: Any, name: str) -> Any:
 def _take_aligned(leaf: np.ndarray[Any, Any], rows: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """Returns `leaf[rows]` in aligned memory, which JAX on CPU uses without another copy."""
     shape = (len(rows), *leaf.shape[1:])
-    taken = aligned_memory(math.prod(shape) * leaf.itemsize).view(leaf.dtype).reshape(shape)
-    return leaf.take(rows, axis=0, out=taken, mode="clip")  # Other modes copy twice.
+    taken: np.ndarray[Any, Any] = aligned_memory(math.prod(shape) * leaf.itemsize).view(leaf.dtype).reshape(shape)
+    if leaf.flags.c_contiguous and leaf.flags.aligned:
+        leaf.take(rows, axis=0, out=taken, mode="clip")  # Other modes copy twice.
+    else:
+        taken[...] = leaf[rows]  # `take` would copy the whole array.
+    return taken
 
 
 def _num_rows(tree: PyTree, name: str) -> int:

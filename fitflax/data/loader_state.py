@@ -97,6 +97,17 @@ def _loses_rows(node: Any) -> bool:
     return any(_loses_rows(part) for part in parts if type(part).__name__.endswith("ExamplesIterable"))
 
 
+def skips_rows(state: Any, loaded: Any) -> bool:
+    """Returns whether a state that contains that of a Hugging Face stream would skip rows in a resume. `loaded` is the state that was loaded before.
+
+    After a load, each part of a stream that forms batches counts rows of its first batch twice, and corrects this in its second batch.
+    """
+    if isinstance(state, dict) and isinstance(loaded, dict):
+        forms_batches = "num_chunks_since_previous_state" in state and "batch_idx" in loaded
+        return (forms_batches and state["batch_idx"] == loaded["batch_idx"] + 1) or any(skips_rows(value, loaded.get(key)) for key, value in state.items())
+    return isinstance(state, list) and isinstance(loaded, list) and any(map(skips_rows, state, loaded))
+
+
 def state_methods(iterator: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]] | None:
     """Returns the two methods that get and set an iterator's state; `None` if it has no such methods."""
     for getter, setter in (("get_state", "set_state"), ("state_dict", "load_state_dict")):
@@ -139,6 +150,8 @@ class LoaderPass(Pass):
             self.took_state = state is None or (methods is not None and self._set_iterator(methods[1], state))
         elif state is not None:
             set_state(loader.load_state_dict, state, loader)
+        # Whether the state may be wrong: some libraries report the beginning of the data between a load and the next batch.
+        self.is_late = False
 
     def _begin(self) -> Any:
         if self._iterator is None:
@@ -165,10 +178,14 @@ class LoaderPass(Pass):
         if not self._has_started:
             self._has_started = True
             start_workers(iterator)
-        return self._read(next(iterator))
+        item = next(iterator)
+        self.is_late = False
+        return self._read(item)
 
     @override
     def snapshot(self) -> Any:
+        if self.is_late:
+            return None
         # Start this pass first: otherwise the loader may report the state of an earlier, unfinished one.
         iterator = self._begin()
         if has_states(self._loader):
@@ -189,6 +206,7 @@ def open_loader(loader: Any, read: Callable[[Any], Triple], position: Position, 
     opened = LoaderPass(loader, read, None if bookmark is None else bookmark.state)
     if bookmark is None or not opened.took_state:
         return drop(opened, position.examples)
+    opened.is_late = bookmark.position.examples > 0
     return drop(opened, position.examples, seen=bookmark.position.examples, warns=False)
 
 
@@ -244,7 +262,8 @@ class Bookmarks:
             warn(f"The state of this data source {reason}. A resumed run will read the data from the beginning of the pass up to the saved position.")
             return False
         end = self._clock()
-        self._next_time = end + _COST_RATIO * (end - begin)
+        if not force:  # Otherwise, the time may include the start of worker processes.
+            self._next_time = end + _COST_RATIO * (end - begin)
         if encoded is not None:
             self._kept.append(Bookmark(position, encoded))
         return encoded is not None

@@ -1,5 +1,6 @@
 """Sources over Hugging Face `datasets` and the input pipelines of `tf.data`, Grain, and Ray Data. The libraries are never imported here."""
 
+import copy
 import functools
 import sys
 import weakref
@@ -12,7 +13,7 @@ from typing_extensions import override
 
 from fitflax.data.arrays import IndexedSource
 from fitflax.data.batch import Position, Triple, is_instance, is_structure, leaf_paths, to_numpy
-from fitflax.data.loader_state import Bookmark, Pass, drop, has_exact_state
+from fitflax.data.loader_state import Bookmark, Pass, drop, has_exact_state, skips_rows
 from fitflax.data.sources import AdaptedSource, DataOptions, IterableSource
 from fitflax.errors import DataError, warn
 from fitflax.leaves import listed
@@ -74,8 +75,17 @@ class _StreamBatches:
 
     def __init__(self, stream: Any, options: DataOptions) -> None:
         self._make = functools.partial(stream.iter, options.size, drop_last_batch=options.drop_remainder)
+        self._stream, self._loaded = stream, None
         if has_exact_state(stream):
-            self.state_dict, self.load_state_dict = stream.state_dict, stream.load_state_dict
+            self.state_dict, self.load_state_dict = self._state_dict, self._load_state_dict
+
+    def _state_dict(self) -> Any:
+        state = self._stream.state_dict()
+        return None if skips_rows(state, self._loaded) else state
+
+    def _load_state_dict(self, state: Any) -> None:
+        self._loaded = copy.deepcopy(state)
+        self._stream.load_state_dict(state)
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self._make())

@@ -250,6 +250,7 @@ class FunctionSource(Source):
         self._make = make
         self._adapt = adapt
         self._last: Source | None = None
+        self._undisturbed: contextlib.ExitStack | None = None
 
     @override
     def open(self, position: Position) -> Iterator[Triple]:
@@ -270,9 +271,22 @@ class FunctionSource(Source):
 
     def _next(self) -> Source:
         source = self._adapt(self._make())
+        if self._undisturbed is not None:
+            self._undisturbed.enter_context(source.undisturbed())
+            if isinstance(source, SequenceSource):
+                source.may_be_new = True
         self._last = None if source.num_started is None else source  # Others may hold worker processes.
         source.calls_hooks = self.calls_hooks
         return source
+
+    @override
+    @contextlib.contextmanager
+    def undisturbed(self) -> Iterator[None]:
+        try:
+            with contextlib.ExitStack() as self._undisturbed:
+                yield
+        finally:
+            self._undisturbed = None
 
     @property
     @override
@@ -300,7 +314,7 @@ class OneShotSource(Source, Pass):
         self.options = options
         self._convert = convert
         self._pushed_back: list[Triple] = []
-        self._has_started = False
+        self._has_started = self._is_late = False
         self.taken = 0
         self.is_endless = isinstance(iterator, itertools.cycle | itertools.count | itertools.repeat) and operator.length_hint(iterator, -1) < 0
 
@@ -319,6 +333,7 @@ class OneShotSource(Source, Pass):
                 )
             return self.open(position)
         set_state(methods[1], bookmark.state, self.iterator)
+        self._is_late = bookmark.position.examples > 0
         self._pushed_back.clear()
         self.taken = bookmark.position.examples
         return drop(self, position.examples, seen=self.taken, warns=False)
@@ -326,7 +341,7 @@ class OneShotSource(Source, Pass):
     @override
     def snapshot(self) -> Any:
         methods = state_methods(self.iterator)
-        return None if methods is None or self._pushed_back else methods[0]()
+        return None if methods is None or self._pushed_back or self._is_late else methods[0]()  # See `LoaderPass`.
 
     @override
     def __next__(self) -> Triple:
@@ -334,6 +349,7 @@ class OneShotSource(Source, Pass):
             self._has_started = True
             start_workers(self.iterator)
         triple = self._pushed_back.pop() if self._pushed_back else self._split(self._convert(next(self.iterator)))
+        self._is_late = False
         self.taken += count_examples(triple)
         return triple
 
@@ -372,6 +388,7 @@ class SequenceSource(IterableSource):
         super().__init__(data, options)
         self.set_length(data, self.length(), is_endless=self.length() is None)
         self._is_undisturbed = False
+        self.may_be_new = False  # Then `on_epoch_begin` may have to prepare the data, even if it is read only for its shapes.
         # Keras's `ImageDataGenerator` draws random numbers for each batch.
         self._draws_for_batches = hasattr(data, "total_batches_seen")
         self.can_reread = self._hook("on_epoch_begin") is None and not self._draws_for_batches
@@ -430,8 +447,8 @@ class SequenceSource(IterableSource):
     def begin(self) -> None:
         """Calls `on_epoch_begin` of the data, and first `on_epoch_end` if a pass was not read to its end."""
         self.end()
-        if self.calls_hooks and not self._is_undisturbed:
-            self.epochs.is_open = True
+        if self.calls_hooks and (self.may_be_new or not self._is_undisturbed):
+            self.epochs.is_open = not self._is_undisturbed or self.epochs.is_open
             if (hook := self._hook("on_epoch_begin")) is not None:
                 hook()
 

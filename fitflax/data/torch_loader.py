@@ -4,6 +4,8 @@ PyTorch is never imported here: a user who passes one of its objects has importe
 """
 
 import contextlib
+import copy
+import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -14,7 +16,7 @@ import numpy as np
 from typing_extensions import override
 
 from fitflax.data.batch import Position, Triple, is_instance, is_structure
-from fitflax.data.loader_state import Bookmark, Pass, drop, has_exact_state, has_states, set_state
+from fitflax.data.loader_state import Bookmark, Pass, drop, has_exact_state, has_states, set_state, skips_rows
 from fitflax.data.sources import AdaptedSource, DataOptions
 from fitflax.errors import DataError, is_integer, warn
 
@@ -92,7 +94,7 @@ class TorchSource(AdaptedSource):
             self.announce(position, bookmark)
         if bookmark is None:
             return self.open(position)
-        opened = self._open_pass(position, bookmark.state)
+        opened = self._open_pass(position, bookmark)
         return drop(opened, position.examples, seen=bookmark.position.examples, warns=not self._has_states)
 
     @override
@@ -121,7 +123,7 @@ class TorchSource(AdaptedSource):
             if _keeps_iterator(self._loader) and not had_workers:
                 self._loader._iterator = None  # Persistent workers draw a seed when they start.
 
-    def _open_pass(self, position: Position, state: Any) -> "_TorchPass":
+    def _open_pass(self, position: Position, bookmark: Bookmark | None) -> "_TorchPass":
         # With `steps_per_epoch`, a pass may begin inside an epoch, after a callback has set another epoch.
         epochs = _epochs_of(self._epoch_takers())
         if self._announced != position.passes and self._epochs in ([], epochs):
@@ -130,12 +132,16 @@ class TorchSource(AdaptedSource):
             self._epochs = epochs
         self._announced = None
         epochs = _epochs_of(self._epoch_takers())
-        return _TorchPass(self._loader, lambda item: self.options.split(torch_batch(item)), self._generators(), epochs, state, has_states=self._has_states)
+        return _TorchPass(self._loader, lambda item: self.options.split(torch_batch(item)), self._generators(), epochs, bookmark, has_states=self._has_states)
 
     @property
     def _has_states(self) -> bool:
         """Whether the loader can seek."""
-        return has_states(self._loader) and all(has_exact_state(each) for each in self._data_sets() if is_instance(each, "datasets.IterableDataset"))
+        data_set = self._loader.dataset
+        # If an iterable data set has no state, torchdata skips batches instead and counts them twice, so only the first resume is exact.
+        skips = is_instance(data_set, f"{_MODULE}.IterableDataset") and not has_states(data_set)
+        streams = [each for each in self._data_sets() if is_instance(each, "datasets.IterableDataset")]
+        return has_states(self._loader) and not skips and all(map(has_exact_state, streams))
 
     def _data_sets(self) -> list[Any]:
         return _distinct(_data_sets_in(self._loader.dataset))
@@ -173,13 +179,20 @@ class _TorchPass(Pass):
     Its state holds the generators' states from before that, the epochs of the samplers and data sets that have one and, if the loader can seek, its state.
     """
 
-    def __init__(self, loader: Any, read: Callable[[Any], Triple], generators: list[Any], epochs: list[int | None], state: Any, *, has_states: bool) -> None:
+    def __init__(
+        self, loader: Any, read: Callable[[Any], Triple], generators: list[Any], epochs: list[int | None], bookmark: Bookmark | None, *, has_states: bool
+    ) -> None:
+        state: Any = None if bookmark is None else bookmark.state
         self._loader, self._read, self._generators, self._epochs, self._has_states = loader, read, generators, epochs, has_states
         self._iterator: Any = None
         self._is_at_beginning = state is None or state["loader"] is None
         self._num_left = _length(loader) if self._is_at_beginning else None
         self._states_at_begin: list[Any] | None = None if state is None else list(state["generators"])
         self._states_in_pass: list[Any] = [] if state is None else state["inside"]
+        # After a load, a Hugging Face stream reports the state of its beginning until a batch is read from it, in each worker.
+        is_late = bookmark is not None and bookmark.position.examples > 0 and is_instance(loader.dataset, "datasets.IterableDataset")
+        self._batches_until_state = max(1, loader.num_workers) + (getattr(loader, "snapshot_every_n_steps", 1) or math.inf) if is_late else 0
+        self._loaded = copy.deepcopy(state["loader"]) if is_late else None
         if self._states_at_begin is None:
             return
         if len(self._states_at_begin) != len(generators):
@@ -209,6 +222,7 @@ class _TorchPass(Pass):
     @override
     def __next__(self) -> Triple:
         item = next(self._begin())
+        self._batches_until_state -= 1
         self._num_left = None if self._num_left is None else self._num_left - 1
         return self._read(item)
 
@@ -223,10 +237,12 @@ class _TorchPass(Pass):
         state = {"loader": None, "inside": [], "is_kept": _keeps_iterator(self._loader), "epochs": self._epochs}
         if is_new and (self._generators or (self._epochs and not self._has_states)):
             return {**state, "generators": _states_of(self._generators)}
-        if not self._has_states:
+        if not self._has_states or self._batches_until_state > 0:
             return None
         self._begin()  # Otherwise the loader reports the state of an earlier, unfinished pass.
         loader = self._loader.state_dict()
+        if skips_rows(loader, self._loaded):
+            return None
         inside = _states_of(self._generators) if self._loader.num_workers == 0 else []
         return {**state, "generators": self._states_at_begin or [], "loader": loader, "inside": inside}
 

@@ -1,6 +1,7 @@
 """Bit-for-bit comparisons for the tests of data sources: training, evaluation and prediction with a source, and a run that is interrupted and resumed."""
 
 import contextlib
+import itertools
 import pathlib
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -13,6 +14,8 @@ from flax import linen as nn
 
 import fitflax
 from fitflax.callbacks import ModelCheckpoint
+from fitflax.data import Batcher, Feed, Position, adapt
+from fitflax.data.batch import Selection
 from fitflax.errors import FitflaxWarning
 from fitflax.parallel import DataParallel
 from tests.run_script import differences, leaves_of, rows_of, state_of
@@ -69,10 +72,49 @@ def run(root: pathlib.Path, data: Any, steps: int, *, keys: dict[str, Any] | Non
     return {**state_of(trainer), "history": rows_of(history)}
 
 
-def assert_resumes(root: pathlib.Path, make: Callable[[], Any], k: int, *messages: str, steps: int = 8, **options: Any) -> None:
-    """Checks that a run stopped at step `k` and resumed on newly created data is identical to an uninterrupted run, and emits exactly these warnings."""
+def assert_resumes(
+    root: pathlib.Path, make: Callable[[], Any], k: int, *messages: str, steps: int = 8, between: Sequence[int] = (0, 1, 2), **options: Any
+) -> None:
+    """Checks that a run stopped at step `k` and resumed on newly created data is identical to an uninterrupted run, and emits exactly these warnings.
+
+    A second stop, `between` steps later, changes no batch either.
+    """
     uninterrupted = run(root / "never", make(), steps, **options)
     run(root / "stopped", make(), k, **options)
     with warned(*messages):
         resumed = run(root / "stopped", make(), steps, **options)
     assert_same(resumed, uninterrupted)
+    assert_resumes_twice(make, k, steps, between, batch_size=options.get("batch_size"), **options.get("keys", {}))
+
+
+def assert_resumes_twice(
+    make: Callable[[], Any], k: int, steps: int, between: Sequence[int] = (0, 1, 2), *, batch_size: int | None = None, inputs: Any = None, targets: Any = None
+) -> None:
+    """Checks that a first stop at step `k` and a second one, `between` steps later, change no batch."""
+    selection = Selection(inputs, targets)
+
+    def opened(position: Position = Position(), *saved: Any) -> Feed:  # noqa: B008
+        """Returns a feed that takes a state before each batch."""
+        source = adapt(make(), batch_size=batch_size, shuffle=False, selection=selection)
+        feed = Feed(source, Batcher(size=BATCH), position, is_saved=True, clock=lambda: 0.0)
+        if saved:
+            feed.load_state_dict(*saved)
+        return stack.enter_context(contextlib.closing(feed))
+
+    def read(feed: Feed, count: int) -> list[Any]:
+        batches = (fed.batch for fed in iter(feed.next, "never") if fed is not None)
+        return [leaves_of([batch.x, batch.y, batch.mask]) for batch in itertools.islice(batches, count)]
+
+    def saved_by(feed: Feed) -> Any:
+        return feed.position, feed.state_dict(feed.position), feed.source.num_started
+
+    with contextlib.ExitStack() as stack, warnings.catch_warnings():
+        warnings.simplefilter("ignore", FitflaxWarning)
+        whole, first = read(opened(), steps), opened()
+        read(first, k)
+        for later in [number for number in between if k + number < steps]:
+            second = opened(*saved_by(first))
+            read(second, 1)  # A run reads a batch for the shapes.
+            second.push_back()
+            read(second, later)
+            assert read(opened(*saved_by(second)), steps - k - later) == whole[k + later :], f"after {later} steps"

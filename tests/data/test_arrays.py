@@ -1,4 +1,5 @@
 import itertools
+import tracemalloc
 
 import jax
 import jax.numpy as jnp
@@ -277,3 +278,22 @@ def test_shuffled_rows_are_aligned_so_that_jax_uses_them_without_a_copy(dtype):
         assert triple.x.__array_interface__["data"][0] % 64 == 0 and triple.x.dtype == x.dtype and triple.x.flags.c_contiguous
     np.testing.assert_array_equal(source.read(np.array([7, 0, 49, 7])).x, x[[7, 0, 49, 7]])
     assert source.read(np.array([], int)).x.shape == (0, 3, 1)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [np.asfortranarray, lambda x: x.transpose(0, 2, 1), lambda x: x[:, :-1], lambda x: x[::2], lambda x: np.frombuffer(b" " + x.tobytes(), x.dtype, offset=1)],
+    ids=["Fortran", "transposed", "columns", "every second row", "not aligned"],
+)
+def test_shuffled_rows_of_any_memory_layout_are_read_without_a_copy_of_the_whole_array(layout):
+    x = layout(np.arange(2_000_000, dtype=np.float32).reshape(1000, 40, 50))
+    source = array_source(x, batch_size=2, shuffle=True, seed=4)
+    tracemalloc.start()
+    try:
+        rows = source.read(np.array([7, 0, 99])).x
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    np.testing.assert_array_equal(rows, x[[7, 0, 99]])
+    assert rows.flags.c_contiguous and rows.__array_interface__["data"][0] % 64 == 0
+    assert peak < x.nbytes / 10

@@ -2,6 +2,7 @@
 
 import collections
 import enum
+import itertools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -15,7 +16,7 @@ from fitflax.checkpoints.restore import from_saved
 from fitflax.checkpoints.resume import load_checkpoint
 from fitflax.checkpoints.save import save_checkpoint
 from fitflax.data import Batcher, Feed, Position, adapt
-from fitflax.data.loader_state import Bookmark, LoaderPass, Pass, UnstorableError, decode, encode
+from fitflax.data.loader_state import Bookmark, Bookmarks, LoaderPass, Pass, UnstorableError, decode, encode
 from fitflax.data.sources import Source
 from fitflax.errors import DataError, FitflaxWarning
 from tests.data.same_training import BATCH, CANNOT_SEEK, ROWS, X, Y, assert_resumes, assert_same, of_arrays, outcome, run, warned
@@ -253,6 +254,70 @@ def test_taking_states_costs_at_most_one_percent_of_the_time():
     taken = [states.index(state) for state in sorted(set(states))]
     assert taken[0] == 0 and np.diff(taken).min() >= 100 / 2
     assert len(taken) == 2
+
+
+def test_a_state_at_the_beginning_of_a_pass_does_not_delay_the_next_one():
+    class Starting(Pass):
+        """Its first state waits for worker processes."""
+
+        def __next__(self) -> Any:
+            raise StopIteration
+
+        def snapshot(self) -> int:
+            clock.now += 0.001 if clock.now else 5.0
+            return 0
+
+    clock, opened = Clock(), Starting()
+    bookmarks = Bookmarks(clock)
+    assert bookmarks.take(Position(), opened, force=True)
+    assert bookmarks.take(Position(0, 2), opened) and not bookmarks.take(Position(0, 4), opened)
+    clock.now += 0.2
+    assert bookmarks.take(Position(0, 6), opened)
+
+
+@pytest.mark.parametrize("kind", ["iterable", "iterator", "one-shot iterator"])
+@pytest.mark.parametrize("between", [0, 1])
+def test_a_state_that_is_wrong_until_a_batch_is_read_is_not_saved_after_a_resume(kind, between):
+    class Late:
+        """Reports the beginning until a batch is read, like streams of Hugging Face."""
+
+        def __init__(self) -> None:
+            self.index = self.reported = 0
+
+        def __iter__(self) -> Any:
+            return self
+
+        def __next__(self) -> np.ndarray:
+            if self.index == 5:
+                raise StopIteration
+            self.index = self.reported = self.index + 1
+            return np.full(2, self.index - 1)
+
+        def state_dict(self) -> int:
+            return self.reported
+
+        def load_state_dict(self, state: int) -> None:
+            self.index = state
+
+    class Data:
+        def __init__(self) -> None:
+            self.late = Late()
+            if kind == "iterable":
+                self.state_dict, self.load_state_dict = self.late.state_dict, self.late.load_state_dict
+
+        def __iter__(self) -> Late:
+            return self.late
+
+    def data() -> Any:
+        return Late() if kind == "one-shot iterator" else Data()
+
+    feed = make_feed(data())
+    walk(feed, 2)
+    again = resumed(data(), feed.position, feed.state_dict(feed.position))
+    assert walk(again, 1) == [2]
+    again.push_back()
+    walk(again, between)
+    assert walk(resumed(data(), again.position, again.state_dict(again.position)), 2) == [2 + between, 3 + between]
 
 
 def test_a_batch_that_is_pushed_back_is_drawn_again_after_a_resume():
@@ -546,7 +611,7 @@ def test_a_loader_in_order_trains_like_arrays():
 @pytest.mark.parametrize("steps_per_epoch", [None, 2])
 @pytest.mark.mostly_slow
 def test_a_run_over_a_loader_with_a_state_resumes_bit_for_bit_without_a_warning(k, steps_per_epoch, tmp_path):
-    seeds = iter((1, 1, 99))
+    seeds = itertools.chain((1, 1), itertools.repeat(99))
     assert_resumes(tmp_path, lambda: Batches(next(seeds), batches=3), k, steps_per_epoch=steps_per_epoch)
 
 

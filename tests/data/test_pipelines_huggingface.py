@@ -8,7 +8,21 @@ from fitflax.data import Position, adapt
 from fitflax.data.batch import Selection
 from fitflax.data.pipelines import StreamSource, TableSource, _dtype_of, _stacked
 from fitflax.errors import ConfigError, DataError, FitflaxWarning, RestoreError
-from tests.data.same_training import BATCH, CANNOT_SEEK, ROWS, X, Y, assert_resumes, assert_same, make_trainer, of_arrays, outcome, run, warned
+from tests.data.same_training import (
+    BATCH,
+    CANNOT_SEEK,
+    ROWS,
+    X,
+    Y,
+    assert_resumes,
+    assert_resumes_twice,
+    assert_same,
+    make_trainer,
+    of_arrays,
+    outcome,
+    run,
+    warned,
+)
 
 KEYS = {"inputs": "image", "targets": "label"}
 PICK = Selection("image", "label")
@@ -216,12 +230,29 @@ def test_a_stream_has_32_rows_per_batch_and_may_drop_the_last_batch(table):
 
 
 @pytest.mark.mostly_slow
+@pytest.mark.parametrize(
+    "changed",
+    [
+        lambda stream: stream,
+        lambda stream: stream.map(lambda row: {"label": [value * 2 for value in row["label"]]}),
+        lambda stream: stream.map(lambda rows: {"label": [[value * 2 for value in row] for row in rows["label"]]}, batched=True, batch_size=3),
+    ],
+    ids=["unchanged", "map", "map of batches"],
+)
 @pytest.mark.parametrize("k", [2, 3, 4])
-def test_a_stream_with_an_exact_state_resumes_without_a_warning(table, k, tmp_path):
-    def make() -> Any:
-        return table.to_iterable_dataset(num_shards=3).map(lambda row: {"label": [value * 2 for value in row["label"]]})
+def test_a_stream_with_an_exact_state_resumes_without_a_warning(table, k, changed, tmp_path):
+    assert_resumes(tmp_path, lambda: changed(table.to_iterable_dataset(num_shards=2)), k, keys=KEYS, batch_size=BATCH)
 
-    assert_resumes(tmp_path, make, k, keys=KEYS, batch_size=BATCH)
+
+@pytest.mark.parametrize("batch_size", [None, 7])
+@pytest.mark.parametrize("k", [7, 9])
+def test_a_stream_whose_batches_cut_its_chunks_of_rows_keeps_all_rows_in_a_second_resume(datasets, k, batch_size):
+    def make() -> Any:
+        stream = table.to_iterable_dataset(num_shards=3)
+        return stream if batch_size is None else stream.map(lambda rows: rows, batched=True, batch_size=batch_size)
+
+    table = datasets.Dataset.from_dict({"image": np.arange(80.0), "label": np.arange(80.0)})
+    assert_resumes_twice(make, k, 20, range(6), batch_size=BATCH, **KEYS)
 
 
 @pytest.mark.parametrize("k", [3, 4])

@@ -162,7 +162,7 @@ def test_a_repeated_shuffle_warns_that_its_order_cannot_be_repeated_in_a_later_p
     def make() -> Any:
         return tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(ROWS, seed=3).repeat(2).batch(BATCH)
 
-    assert_resumes(tmp_path / "first", make, 4, CANNOT_SEEK.format(4 * BATCH))
+    assert_resumes(tmp_path / "first", make, 4, CANNOT_SEEK.format(4 * BATCH), between=(0, 1))  # Two steps later, the second pass has begun.
     run(tmp_path / "second", make(), 6)
     with warned(f"The tf.data.Dataset repeats a part that draws random numbers, {NO_ORDER}", CANNOT_SEEK.format(BATCH)):
         run(tmp_path / "second", make(), 8)

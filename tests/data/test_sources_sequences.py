@@ -219,6 +219,27 @@ def test_a_sequence_resumes_bit_for_bit_without_a_warning(k, make, tmp_path):
     assert_resumes(tmp_path, make, k)
 
 
+@pytest.mark.parametrize("k", [3, 6])
+def test_a_function_that_always_returns_one_sequence_resumes_with_its_hooks_called_as_often(k, tmp_path):
+    def make() -> Any:
+        data = Reshuffled()
+        return lambda: data
+
+    assert_resumes(tmp_path, make, k, callbacks=[LambdaCallback(on_epoch_begin=lambda epoch, logs: None)])
+
+
+def test_a_function_may_return_new_sequences_that_on_epoch_begin_prepares(tmp_path):
+    class Prepared(Batches):
+        def on_epoch_begin(self) -> None:
+            self.order = np.random.default_rng(3).permutation(ROWS)
+
+        def __init__(self) -> None:
+            super().__init__()
+            del self.order
+
+    assert_resumes(tmp_path, lambda: Prepared, 3, callbacks=[LambdaCallback(on_epoch_begin=lambda epoch, logs: None)])
+
+
 def feed_of(data: Any, position: Position = Position()) -> Feed:  # noqa: B008
     """Returns a feed that takes a state before each batch."""
     return Feed(adapt(data), Batcher(size=BATCH), position, is_saved=True, clock=lambda: 0.0)

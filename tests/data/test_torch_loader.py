@@ -22,6 +22,7 @@ from tests.data.same_training import (
     X,
     Y,
     assert_resumes,
+    assert_resumes_twice,
     assert_same,
     make_trainer,
     of_arrays,
@@ -254,8 +255,43 @@ def test_a_stateful_data_loader_seeks(options, tmp_path):
         return stateful.StatefulDataLoader(tensors(), batch_size=BATCH, **given)
 
     for k in (2, 3, 4):
-        seeds = iter((1, 1, 99))  # The resumed process has a different seed.
+        seeds = itertools.chain((1, 1), itertools.repeat(99))  # The resumed process has a different seed.
         assert_resumes(tmp_path / str(k), make, k)
+
+
+class Positioned(Stream):
+    """Also has a state."""
+
+    def __init__(self) -> None:
+        self.row = self.begin = 0
+
+    def __iter__(self):
+        self.row, self.begin = self.begin, 0
+        while self.row < ROWS:
+            self.row += 1
+            yield X[self.row - 1], Y[self.row - 1]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"row": self.row}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.row = self.begin = state["row"]
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata
+@pytest.mark.mostly_slow
+@pytest.mark.parametrize(("data_set", "is_read"), [(Stream, True), (Positioned, False)], ids=["without a state", "with a state"])
+@pytest.mark.parametrize("num_workers", [0, 2])
+@forks[0]
+@forks[1]
+def test_a_stateful_data_loader_seeks_in_an_iterable_data_set_that_has_a_state(num_workers, data_set, is_read, tmp_path):
+    stateful = pytest.importorskip("torchdata.stateful_dataloader")
+
+    def make() -> Any:
+        gc.collect()  # A forked worker must not find the workers of another loader.
+        return stateful.StatefulDataLoader(data_set(), batch_size=BATCH, num_workers=num_workers)
+
+    assert_resumes(tmp_path, make, 2, *([CANNOT_SEEK.format(2 * BATCH)] if is_read else []), steps=5)
 
 
 # -- the epoch of a data set --
@@ -329,6 +365,19 @@ def test_a_stateful_data_loader_over_a_stream_resumes_with_all_batches(k, buffer
     # The state of a stream omits the rows in its shuffle buffer.
     messages = [CANNOT_SEEK.format(k % 3 * BATCH)] if k % 3 and buffer else []
     assert_resumes(tmp_path, lambda: stateful.StatefulDataLoader(shuffled_stream(buffer=buffer), batch_size=BATCH), k, *messages, keys=keys)
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata
+@pytest.mark.parametrize("k", [8, 9])
+def test_a_stateful_data_loader_over_a_stream_that_maps_batches_keeps_all_rows_in_a_second_resume(k):
+    stateful, datasets = pytest.importorskip("torchdata.stateful_dataloader"), pytest.importorskip("datasets")
+    table = datasets.Dataset.from_dict({"x": np.arange(80.0), "y": np.arange(80.0)})
+
+    def make() -> Any:
+        stream = table.to_iterable_dataset(num_shards=3).map(lambda rows: rows, batched=True, batch_size=7)
+        return stateful.StatefulDataLoader(stream.with_format("torch"), batch_size=BATCH)
+
+    assert_resumes_twice(make, k, 20, range(6), inputs="x", targets="y")
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata
