@@ -88,6 +88,7 @@ class BestCheckpoint(StoreCallback):
         # The checkpoint that is about to be saved, and `_kept` before it.
         self._saving: tuple[float, int] | None = None
         self._kept_before: list[tuple[float, int]] = []
+        self._decided_step: int | None = None
         # Steps that the newest checkpoint of the whole run lists as the best. A resume needs them, so they are deleted only after a newer one is complete.
         self._referenced: set[int] = set()
         self._resumed_step = 0
@@ -154,7 +155,8 @@ class BestCheckpoint(StoreCallback):
 
     @override
     def before_saves(self, checkpoint: Checkpoint) -> None:
-        self._forget_unsaved()
+        self.drop_unsaved()
+        self._decided_step = checkpoint.step
         if self._in_fit and not checkpoint.epoch_ends and self._monitor.key not in checkpoint.evaluated:
             return
         self._open_plain_run(checkpoint)
@@ -163,15 +165,20 @@ class BestCheckpoint(StoreCallback):
             self._saving, self._kept_before = (value, checkpoint.step), self._kept
             self._keep_best_of(self._kept)
 
-    def _forget_unsaved(self) -> None:
-        """Forgets a best checkpoint that `on_checkpoint` did not save, because a subclass left it out, or a second Ctrl-C came before."""
+    @override
+    def drop_unsaved(self) -> None:
+        # A subclass left the checkpoint out, or a second Ctrl-C came before `on_checkpoint`.
         if self._saving is not None:
             self._saving, self._kept = None, self._kept_before
+        self._decided_step = None
 
     @override
     def on_checkpoint(self, checkpoint: Checkpoint) -> None:
-        if not self._in_fit:
-            self.before_saves(checkpoint)
+        try:
+            if self._decided_step != checkpoint.step:  # A plain function, or a callback that forwards hooks to this one.
+                self.before_saves(checkpoint)
+        finally:
+            self._decided_step = None
         if self._saving is None:
             return
         try:
@@ -227,7 +234,7 @@ class BestCheckpoint(StoreCallback):
         if not self._in_fit:  # The run failed before `on_train_begin`.
             return
         self._in_fit, failure_before, self._failure_before = False, self._failure_before, None
-        self._forget_unsaved()
+        self.drop_unsaved()
         has_failed = failure_since(failure_before) is not None
         if not self.restore_best or (has_failed and self.trainer.step == self._begin_step):  # Before a step, the best is that of an earlier `fit`.
             return
@@ -264,17 +271,17 @@ class BestCheckpoint(StoreCallback):
         kept = [(float(value), int(step)) for value, step in state["kept"]]
         kept_steps = {step for _, step in kept}
         if self._resumed_step in kept_steps and self._resumed_step not in self.store.steps():
-            # If the process died before this callback's save of the step, but after that of another one, the previous best has not been replaced.
+            # If the process died before this callback's save of the step, but after that of another one, the step has not replaced the previous best.
             previous = [entry for entry in self._on_disk() if entry[1] not in kept_steps]
-            if previous:
+            if previous or not self.store.was_begun(self._resumed_step):
                 kept = self._rank([*(entry for entry in kept if entry[1] != self._resumed_step), *previous])[: self.keep]
         # A checkpoint that a better one has replaced is not lost: a run that resumes from an older checkpoint will reach the better one again.
         gone = self.store.lost(self.owner, [step for _, step in kept])
         self._kept = [entry for entry in kept if entry[1] not in gone]
         if gone:
             warn(
-                f"{self.directory} no longer contains the best checkpoints of steps {gone}, which this run saved. Later checkpoints are compared only with the "
-                "remaining ones."
+                f"{self.directory} does not contain the best checkpoints of steps {gone}: they were removed, or the process died before it saved them. Later "
+                "checkpoints are compared only with the remaining ones."
             )
         # If no callback saves the whole run, a resume starts at the newest best checkpoint and needs no older ones.
         self._referenced = self._kept_steps if self._is_run_saved else set()

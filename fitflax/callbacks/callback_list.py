@@ -180,6 +180,10 @@ class CallbackList:
 
         def call(callback: Callback) -> None:
             with self._spent.on("saving" if callback.phase >= Phase.SAVE_BEST else "callbacks"):
+                if callback.phase >= Phase.SAVE:
+                    for other in self._active:
+                        if other.phase < Phase.SAVE:
+                            other.drop_unsaved()
                 callback.on_checkpoint(checkpoint)
 
         def succeeds(function: Callable[..., None], *arguments: Any) -> bool:

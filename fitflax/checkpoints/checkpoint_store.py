@@ -160,6 +160,10 @@ class CheckpointStore:
         table, present = self._retention(), set(self.steps())
         return sorted(step for step in steps if step not in present and (not table.is_known or step in table.owners.get(owner, ())))
 
+    def was_begun(self, step: int) -> bool:
+        """Returns whether a save of `step` may have begun here. It has not if `retention.json` is older."""
+        return step <= self._retention().newest
+
     def owners(self) -> dict[str, list[int]]:
         """Returns the steps that each owner wants; `{}` if that is not known."""
         return dict(self._retention().owners)

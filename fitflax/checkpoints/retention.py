@@ -6,6 +6,7 @@ caller wants) are recorded as `unknown` and kept until an owner adopts them, or 
 This module neither reads nor writes files; `CheckpointStore` does.
 """
 
+import math
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ class Retention(NamedTuple):
     unknown: list[int]  # All steps if `retention.json` is missing or damaged.
     late: list[int]  # Those in `unknown` that are newer than the file, because a full disk had no room for a new one.
     saving: Mapping[str, Any]  # The last save that was about to begin.
+    newest: float  # The newest step that existed or was about to be saved.
     is_known: bool = True
 
     def wanted(self, owner: str) -> set[int]:
@@ -64,11 +66,11 @@ def parse_retention(note: Mapping[str, Any], present: list[int]) -> Retention:
     saving = saving if isinstance(saving, dict) else {}
     lists = [note.get("unknown"), *(owners.values() if isinstance(owners, dict) else [None]), saving.get("instead", [])]
     if not isinstance(note.get("newest"), int) or not all(isinstance(steps, list) and set(map(type, steps)) <= {int} for steps in lists):
-        return Retention({}, present, [], {}, is_known=False)
+        return Retention({}, present, [], {}, math.inf, is_known=False)
     assert isinstance(owners, dict)
     if saving and saving["step"] not in present:
         # The process died before the step existed, so the owner still wants its old steps.
         owner = saving["owner"]
         owners = {**owners, owner: sorted({*owners.get(owner, ()), *saving["instead"]})}
     late = [step for step in present if step > note["newest"]]
-    return Retention(owners, [*note["unknown"], *late], late, saving)
+    return Retention(owners, [*note["unknown"], *late], late, saving, note["newest"])

@@ -164,20 +164,45 @@ def test_two_callbacks_in_one_directory_each_know_their_best_after_a_resume(trai
     assert (start(2), steps_in(tmp_path)) == ([10, 5], [5, 10])
 
 
-def test_if_a_kill_prevents_the_save_of_the_second_of_two_callbacks_it_keeps_its_previous_best(trainer, tmp_path):
-    """Without a regular checkpoint, the run resumes from the first one's directory."""
+MAYBE_REMOVED = "does not contain the best checkpoints of steps .*: they were removed, or the process died before it saved them"
+
+
+@pytest.mark.parametrize("is_recorded", [False, True])
+@pytest.mark.parametrize("keep", [1, 2])
+def test_if_a_kill_prevents_the_save_of_the_second_of_two_callbacks_it_keeps_its_previous_best(keep, is_recorded, trainer, tmp_path):
+    """Without a regular checkpoint, the run resumes from the first one's directory. The kill came before or after the note that the save begins."""
 
     def start(epochs: int, resume: Any = None) -> BestCheckpoint:
-        first, second = (BestCheckpoint(tmp_path / name, monitor="score", mode="max") for name in "ab")
+        first, second = (BestCheckpoint(tmp_path / name, monitor="score", mode="max", keep=keep) for name in "ab")
         fit(trainer, scores(1, 2, 0), first, second, epochs=epochs, resume=resume)
         return second
 
     start(1)
     shutil.copytree(tmp_path / "b", tmp_path / "b before the save of step 10")
     assert start(2, tmp_path / "a").best_step == 10
+    if is_recorded:
+        shutil.copy(tmp_path / "b/retention.json", tmp_path / "b before the save of step 10")
     shutil.rmtree(tmp_path / "b")
     (tmp_path / "b before the save of step 10").rename(tmp_path / "b")
-    assert (start(3, tmp_path / "a").best_step, steps_in(tmp_path / "a"), steps_in(tmp_path / "b")) == (5, [10], [5])
+    with pytest.warns(FitflaxWarning, match=MAYBE_REMOVED) if keep == 2 and is_recorded else contextlib.nullcontext():
+        resumed = start(3, tmp_path / "a")
+    assert (resumed.best_step, steps_in(tmp_path / "a"), steps_in(tmp_path / "b")) == (5, [5, 10][-keep:], [5, 15][:keep])
+
+
+@pytest.mark.parametrize("is_recorded", [False, True])
+def test_if_a_kill_prevents_the_first_save_of_the_second_of_two_callbacks_its_best_is_a_later_one(is_recorded, trainer, tmp_path):
+    def start(epochs: int, resume: Any = None) -> BestCheckpoint:
+        first, second = (BestCheckpoint(tmp_path / name, monitor="score", mode="max") for name in "ab")
+        fit(trainer, scores(2, 1), first, second, epochs=epochs, resume=resume)
+        return second
+
+    start(1)
+    shutil.rmtree(tmp_path / "b/step_00000005")
+    if not is_recorded:
+        (tmp_path / "b/retention.json").unlink()
+    with pytest.warns(FitflaxWarning, match=MAYBE_REMOVED):
+        resumed = start(2, tmp_path / "a")
+    assert (resumed.best_step, steps_in(tmp_path / "b")) == (10, [10])
 
 
 def test_a_best_checkpoint_that_a_subclass_does_not_save_does_not_count(trainer, tmp_path):
@@ -189,6 +214,44 @@ def test_a_best_checkpoint_that_a_subclass_does_not_save_does_not_count(trainer,
     best = FromStep10(tmp_path, monitor="score", mode="max")
     fit(trainer, scores(3, 2, 1), best, epochs=3)
     assert (best.best_step, steps_in(tmp_path)) == (10, [10])
+
+
+def test_a_best_checkpoint_that_a_subclass_does_not_save_is_in_no_saved_state(trainer, tmp_path):
+    class NotStep10(BestCheckpoint):
+        def on_checkpoint(self, checkpoint: Any) -> None:
+            if checkpoint.step != 10:
+                super().on_checkpoint(checkpoint)
+
+    best = NotStep10(tmp_path / "best", monitor="score", mode="max")
+    fit(trainer, scores(1, 2), best, ModelCheckpoint(tmp_path / "all"), epochs=2)
+    assert CheckpointStore(tmp_path / "all").restore(10).run["callbacks"][best.state_key]["kept"] == [[1.0, 5]]
+
+
+def test_a_callback_may_forward_hooks_to_a_best_checkpoint(trainer, tmp_path):
+    class Wrapper(Callback):
+        def __init__(self, inner: BestCheckpoint) -> None:
+            self.inner = inner
+
+        def on_train_begin(self, logs: Any) -> None:
+            self.inner.trainer = self.trainer
+            self.inner.on_train_begin(logs)
+
+        def on_checkpoint(self, checkpoint: Any) -> None:
+            self.inner.on_checkpoint(checkpoint)
+
+    best = BestCheckpoint(tmp_path, monitor="score", mode="max")
+    fit(trainer, scores(1, 2, 0), Wrapper(best), epochs=3)
+    assert (best.best_step, steps_in(tmp_path)) == (10, [10])
+
+
+def test_a_best_checkpoint_may_be_called_in_an_earlier_phase(trainer, tmp_path):
+    class Early(BestCheckpoint):
+        phase = Phase.RECORD
+
+    best = Early(tmp_path / "best", monitor="score", mode="max")
+    fit(trainer, scores(1, 2, 0), best, ModelCheckpoint(tmp_path / "all"), epochs=3)
+    assert (best.best_step, steps_in(tmp_path / "best")) == (10, [10])
+    assert CheckpointStore(tmp_path / "all").restore(15).run["callbacks"][best.state_key]["kept"] == [[2.0, 10]]
 
 
 def test_checkpoints_after_the_step_resumed_from_are_dropped(trainer, tmp_path):

@@ -357,7 +357,7 @@ def test_a_missing_best_checkpoint_is_named_in_a_warning_and_no_longer_counts(tm
         path.unlink()
     best.path(gone).rmdir()
     trainer = make_trainer()
-    with pytest.warns(FitflaxWarning, match=rf"best no longer contains the best checkpoints of steps \[{gone}\]"):
+    with pytest.warns(FitflaxWarning, match=rf"best does not contain the best checkpoints of steps \[{gone}\]: they were removed"):
         fit(trainer, *callbacks(), epochs=3, resume="auto")
     assert trainer.step == 15
 
