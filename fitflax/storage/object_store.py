@@ -193,9 +193,13 @@ class Bucket:
 def _is_transient(error: StorageError) -> bool:
     """Returns whether a failure is transient, such as a lost connection or a busy server."""
     cause = error.__cause__
-    if isinstance(error, ChangedError) or cause is None or type(cause).__name__ not in ("GenericError", "OSError", "ConnectionError", "TimeoutError"):
+    if isinstance(error, ChangedError) or cause is None:
         return False
     text = str(cause)
+    if "NoSuchUpload" in text:  # The answer that completed an upload was lost, and the store has forgotten it.
+        return True
+    if type(cause).__name__ not in ("GenericError", "OSError", "ConnectionError", "TimeoutError"):
+        return False
     status = re.search(r"status code: (\d+)", text)
     if status is not None:
         return int(status[1]) >= 500 or int(status[1]) in (408, 429)

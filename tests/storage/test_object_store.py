@@ -849,6 +849,22 @@ def test_a_large_object_is_uploaded_in_parts_and_a_failed_upload_leaves_none(whe
     assert sorted(path.partition("partNumber=")[2][0] for method, path, _ in where.proxy.log if method == "PUT") == ["1", "2"]
 
 
+@pytest.mark.parametrize("where", [("s3", True)], indirect=True, ids=["s3"])
+def test_a_large_object_is_uploaded_again_if_the_store_has_forgotten_a_completed_upload(where, monkeypatch):
+    """The answer that completes the upload is lost. obstore repeats the request, to which some stores answer that there is no such upload."""
+    monkeypatch.setattr(object_store, "_MAX_PUT_BYTES", 1000)
+    path = where.place / "model.safetensors"
+
+    def completes(method, path):
+        return method == "POST" and "uploadId=" in path
+
+    where.proxy.swallow_response(completes, times=1)
+    where.proxy.fail(completes, status=404, body=b"<Error><Code>NoSuchUpload</Code><Message>The upload does not exist.</Message></Error>", times=1)
+    path.write_bytes(bytes(2000))
+    assert path.read_bytes() == bytes(2000)
+    assert [status for method, path, status in where.proxy.log if completes(method, path)] == [200, 404, 200]
+
+
 SLOW = {"a part": is_part, "a commit": is_commit, "a listing": lambda method, path: method == "GET" and "list-type" in path}
 
 
