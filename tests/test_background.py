@@ -77,6 +77,24 @@ def test_if_no_thread_can_be_started_the_caller_gets_the_error_and_a_later_wait_
     background.end()
 
 
+def test_a_barrier_ends_although_the_thread_that_it_relied_on_could_not_be_started(monkeypatch):
+    background, _ = make()
+    waits = []
+
+    def fail(thread):
+        waits.append(background.barrier())  # As if another thread called it at this moment.
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="can't start new thread"):
+        patch.setattr(threading.Thread, "start", fail)
+        background.submit(lambda: None)
+    waiter = threading.Thread(target=waits[0], daemon=True)
+    waiter.start()
+    waiter.join(10)
+    assert not waiter.is_alive()
+    background.end()
+
+
 def test_the_thread_ends_on_request_or_when_idle_and_another_one_takes_over(monkeypatch):
     ended = []
     background, _ = make(on_end=lambda: ended.append(1))
