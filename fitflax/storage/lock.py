@@ -172,7 +172,10 @@ def _lock_file(descriptor: int, directory: Path) -> None:
             raise _in_use(directory, _describe_holder(descriptor)) from error
         if error.errno not in _UNSUPPORTED:
             raise
-        warn(f"{directory} cannot be locked ({error.strerror}), so another run in it is not detected. Make sure that no other run saves there.")
+        warn(
+            f"{directory} cannot be locked ({error.strerror}), so another run in it is detected only after it has begun. Make sure that no other run saves "
+            "there."
+        )
         return
     note = json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": _now()}).encode() + b"\n"
     with contextlib.suppress(OSError):  # A full disk: the note is only for messages.
