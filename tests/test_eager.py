@@ -102,6 +102,15 @@ def test_disable_jit_around_a_call_does_what_run_eagerly_does():
     train(inside)  # Compiled steps continue from this state.
 
 
+def test_an_evaluation_loop_can_be_called_with_and_without_jit():
+    trainer = make(nn.Dense(3))
+    evaluate = trainer.eval_loop((X, Y), batch_size=4)
+    checkpoint = trainer.train_loop(X, Y, batch_size=4, steps=1).next_step()
+    with jax.disable_jit():
+        eager = evaluate(checkpoint).metrics["eval"]["loss"]
+    assert np.isclose(evaluate(checkpoint).metrics["eval"]["loss"], eager)
+
+
 def test_a_trainer_that_could_not_be_traced_can_be_trained_without_jit():
     def loss(outputs, targets):
         assert outputs.max() < 1e9  # Requires concrete values.

@@ -76,6 +76,7 @@ class Feed:
         self._has_ended_early = False
         # What `next_like` and `next_of_pass` leave to `next`: an error, or None for the end of the pass.
         self._pending: list[Exception | None] = []
+        self._must_raise = False  # Whether the error is one of `next_of_pass`.
         self._bookmarks = Bookmarks(clock, kept) if is_saved else None
         # The open pass, if its states are taken; the bookmark to resume from; whether the last pass had a state.
         self._pass: Pass | None = None
@@ -125,6 +126,7 @@ class Feed:
         self._returned.clear()
         if not self._pending:
             return self.more(ahead)
+        self._must_raise = False
         error = self._pending.pop()
         if error is not None:
             raise error
@@ -136,15 +138,21 @@ class Feed:
             fed = self.next(ahead)
         except Exception as error:  # noqa: BLE001 (next() raises it)
             self._pending.append(error)
+            self._must_raise = True
             return None
         if fed is None:
             self._pending.append(None)
         return fed
 
     def raise_kept_error(self) -> None:
-        """Raises the error that `next` would raise, if `next_like` or `next_of_pass` has kept one."""
-        if self._pending and self._pending[-1] is not None:
+        """Raises the error that `next_of_pass` has kept, if any. One of `next_like` is raised only if a further batch is requested."""
+        if self._must_raise:
             self.next()
+
+    @property
+    def has_kept_end(self) -> bool:
+        """Whether the following call of `next` returns the end of the pass without reading."""
+        return self._pending == [None]
 
     def more(self, ahead: int | None = None) -> FedBatch | None:
         """Returns the next batch like `next`, but earlier batches can still be pushed back."""
@@ -332,9 +340,9 @@ class Feed:
         if isinstance(iterator, Pass):
             iterator.close()
 
-    def push_back(self, count: int = 1) -> None:
-        """Pushes back the last `count` batches: `next` returns them again, and so does another feed of a one-shot iterator."""
-        for _ in range(min(count, len(self._returned))):
+    def push_back(self, count: int | None = 1) -> None:
+        """Pushes back the last `count` batches, `None` for all since the last `next`: `next` returns them again, like another feed of a one-shot iterator."""
+        for _ in range(len(self._returned) if count is None else min(count, len(self._returned))):
             fed, self._position, raw = self._returned.pop()
             if raw and isinstance(self.source, OneShotSource):
                 self._return_unused(raw)

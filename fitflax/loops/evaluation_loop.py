@@ -78,9 +78,9 @@ class Evaluation:
             self._dry_run(state, fed.batch)
 
     def _dry_run(self, state: TrainState, batch: Batch) -> None:
-        """Dry-runs an evaluation and checks data in memory, once for each structure of the state and shapes of the first batch."""
-        kind = jax.tree.structure(state), shapes_key(batch)
-        if kind in self._dry_runs and not self._program.is_eager:
+        """Dry-runs an evaluation and checks data in memory, once for each structure of the state and shapes of the first batch, with and without jit."""
+        kind = jax.tree.structure(state), shapes_key(batch), self._program.is_eager
+        if kind in self._dry_runs:
             return
         self._program.preparation.evaluate(state, batch)
         check_measures(self._program, self.name)

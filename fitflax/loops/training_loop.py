@@ -55,7 +55,6 @@ class Run:
         self._timer = Timer(self._clock)
         self._begin_step = self._last_yielded = self.progress.step
         self._checked_step: int | None = None  # The last step after which signals were checked.
-        self._seconds_reading = 0.0  # How long the last batch took to read.
         self._pending_checkpoint: Checkpoint | None = None  # Created at the end of an epoch or by a validation, until it is yielded.
         self._has_yielded = self._is_last = self._is_rescue = self._epoch_was_finished = False
         self.failure: BaseException | None = None  # The error that ended the run, possibly only in this process.
@@ -114,7 +113,8 @@ class Run:
         """Ends the run at the current step, without a last checkpoint, and waits for saves."""
         self._is_being_closed = True
         self._checkpoint_flags.close()
-        self._feed.push_back(len(self._upcoming))
+        if self._upcoming:
+            self._feed.push_back(None)  # An interrupted call may have read more than is in `_upcoming`.
         self._upcoming = []
         self._feed.close()
         self._finish_saving()
@@ -187,7 +187,8 @@ class Run:
                         # The run was interrupted at its last step. `_last_checkpoint` yields no checkpoint if no step ran.
                         self._is_last = True
                         yield True
-                if not self._may_continue() or not self._has_batch():
+                # Checked again after reading, because data may run any code for any time.
+                if not self._may_continue() or not self._has_batch() or not self._may_continue():
                     # Yield the checkpoint that a resume needs first. Then end the epoch over the steps so far, only for logs.
                     yield from self._last_checkpoint(rescue=self._is_rescue)
                     if not self._is_rescue:
@@ -276,10 +277,8 @@ class Run:
         return bool(self._upcoming)
 
     def _read_batch(self) -> bool:
-        begin = self.spent.clock()
         with self.spent.on("data"):
             fed = self._feed.next(None if self.plan.steps_per_call == 1 else self._steps_of_call(self._steps_to_next_event()))
-        self._seconds_reading = self.spent.clock() - begin
         self._upcoming = [] if fed is None else [fed]
         return fed is not None
 
@@ -287,8 +286,7 @@ class Run:
         """Reads the next batch, for a call of `count` steps, like `_read_batch`, but keeps the end of the pass, or an error, for `_read_batch`."""
         begin = self.spent.clock()
         fed = self._feed.next_of_pass(count if count > 1 else None)
-        self._seconds_reading = self.spent.clock() - begin
-        self.spent.add("data", self._seconds_reading)
+        self.spent.add("data", self.spent.clock() - begin)
         self._upcoming = [] if fed is None else [fed]
         return fed is not None
 
@@ -319,9 +317,11 @@ class Run:
             )
         hooks.call("on_train_batch_begin", progress.step_in_epoch, {})
         steps_left = self._steps_to_next_event()
-        if plan.steps_per_call > 1:
-            self._complete_call(self._steps_of_call(steps_left))
-        without_hooks = steps_left - len(self._upcoming)
+        count = self._steps_of_call(steps_left)
+        if count > 1:
+            self._complete_call(count)
+        # A call may be shorter than requested, but only steps after a whole call may run without hooks.
+        without_hooks = steps_left - len(self._upcoming) if steps_left > count else 0
         if self._sums is None:
             self._collected = self._program.collector(train=True)
         sums = self._program.empty_sums(train=True) if self._sums is None else self._sums
@@ -381,7 +381,7 @@ class Run:
         end = clock() + _SECONDS_WITHOUT_HOOKS if self.callbacks.has_hook("on_train_batch_end") else math.inf
 
         def must_return() -> bool:
-            is_time = clock() + self._seconds_reading >= end or (watches_time and agreement.seconds >= next_seconds)
+            is_time = clock() >= end or (watches_time and agreement.seconds >= next_seconds)
             return is_time or agreement.is_stop_requested() or self._is_interrupted
 
         while steps > 0:
@@ -437,7 +437,7 @@ class Run:
             return
         ended = self._feed.pass_has_ended
         # No batch that will not be used is read from an iterator that cannot restart.
-        if may_read and ended is None and (self._feed.source.can_restart or not self.is_finished):
+        if may_read and ended is None and (self._feed.source.can_restart or self._feed.has_kept_end or not self.is_finished):
             ended = not self._read_batch()
         if ended:
             progress.epoch_is_over = True

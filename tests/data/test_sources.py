@@ -159,10 +159,10 @@ def test_batches_of_a_mapped_file_are_plain_arrays_that_are_checked_once(tmp_pat
 @pytest.mark.parametrize("order", ["C", "F"])
 def test_copies_of_large_batches_are_aligned_so_that_jax_does_not_copy_them_again(order):
     wide = np.asarray(np.random.default_rng(0).random((2**10, 2**8)), order=order)
-    feed = Feed(adapt(lambda: iter([wide])), Batcher(size=2**10))
-    copy = feed.next().batch.x
-    assert copy.ctypes.data % 64 == 0 and copy.flags.c_contiguous and not np.shares_memory(copy, wide)
-    assert copy.dtype == np.float64 and np.array_equal(copy, wide)
+    feed = Feed(adapt(lambda: iter([wide] * 8)), Batcher(size=2**10))
+    for copy in [feed.next().batch.x for _ in range(8)]:
+        assert copy.ctypes.data % 64 == 0 and copy.flags.c_contiguous and not np.shares_memory(copy, wide)
+        assert copy.dtype == np.float64 and np.array_equal(copy, wide)
 
 
 def test_tensors_of_all_kinds_make_batches():

@@ -227,7 +227,7 @@ class Value(nn.Module):
 
 
 class Recorded:
-    """Batches that contain only their number, in passes of five; records in `events` what is requested, and calls `act` at the request with a number."""
+    """Batches that contain only their number, in passes of five; records requests, also at the end of a pass, and calls `act` at the one with a number."""
 
     def __init__(self, number: int, act: Callable[[], Any]) -> None:
         self.events: list[Any] = []
@@ -236,18 +236,21 @@ class Recorded:
     def __len__(self) -> int:
         return 5
 
-    def __getitem__(self, index: int) -> Any:
+    def _request(self, what: Any) -> None:
         self._requests += 1
-        self.events.append(index)
+        self.events.append(what)
         if self._requests == self._number:
             self._act()
+
+    def __getitem__(self, index: int) -> Any:
+        self._request(index)
         return np.full((2, 1), index, np.float32)
 
     def on_epoch_begin(self) -> None:
         self.events.append("begin")
 
     def on_epoch_end(self) -> None:
-        self.events.append("end")
+        self._request("end")
 
     def batches(self, count: int = 5) -> Iterator[Any]:
         self.on_epoch_begin()
@@ -269,7 +272,7 @@ def test_streams_are_read_and_used_as_if_each_step_were_observed(event: str, kin
     template = fitflax.Trainer(Value(), parallel=DataParallel(jax.devices()[:1]))
     template.compile("sgd", lambda outputs: outputs, learning_rate=0.0, steps_per_call=steps_per_call)
 
-    def run(steps_per_epoch: int | None, number: int, *, is_observed: bool) -> list[Any]:
+    def run(steps_per_epoch: int | None, number: int, *, has_trigger: bool, is_observed: bool) -> list[Any]:
         trainer = template.with_seed(0)
         actions: dict[str, list[Callable[[], Any]]] = {
             "nothing": [],
@@ -281,8 +284,7 @@ def test_streams_are_read_and_used_as_if_each_step_were_observed(event: str, kin
         }
         recorded = Recorded(number, lambda: [act() for act in actions[event]])
         data = {"function": recorded.batches, "iterator": recorded.batches(11), "sequence": recorded}[kind]
-        # With a trigger, stops and signals are obeyed after the next batch is read.
-        callbacks = [LambdaCallback(lambda checkpoint: None, every=fitflax.every(steps=100))]
+        callbacks = [LambdaCallback(lambda checkpoint: recorded.events.append("epoch"), every=fitflax.every(epochs=1))] if has_trigger else []
         if is_observed:
             callbacks.append(LambdaCallback(on_train_batch_end=lambda batch, logs: None))
         for steps in (12, 3):
@@ -295,8 +297,44 @@ def test_streams_are_read_and_used_as_if_each_step_were_observed(event: str, kin
         return recorded.events
 
     for steps_per_epoch in (None, 3, 5, 7):
-        for number in (5, 6, 9):
-            assert run(steps_per_epoch, number, is_observed=False) == run(steps_per_epoch, number, is_observed=True)
+        for number in (5, 6, 7, 10, 12):
+            # Requests 6 and 12 are at the end of a pass. Only the observed loop then requests the next batch of the epoch, which is not used after a stop.
+            if number in (6, 12) and steps_per_epoch is not None and event in ("stop", "signal"):
+                continue
+            for has_trigger in (False, True):
+                options = {"steps_per_epoch": steps_per_epoch, "number": number, "has_trigger": has_trigger}
+                assert run(**options, is_observed=False) == run(**options, is_observed=True), options
+
+
+def test_an_error_that_a_call_has_read_ahead_is_not_raised_if_a_callback_ends_the_run_before() -> None:
+    trainer = fitflax.Trainer(Value(), parallel=DataParallel(jax.devices()[:1]))
+    trainer.compile("sgd", lambda outputs: outputs, learning_rate=0.0, steps_per_call=4)
+    stop = LambdaCallback(on_train_batch_end=lambda batch, logs: trainer.stop("enough"))
+    trainer.fit(Recorded(3, raise_error).batches(), steps=12, callbacks=[stop], verbose=0)
+    assert (trainer.step, trainer.stop_reason) == (2, "enough")
+
+
+def test_an_interrupt_while_the_batches_of_a_call_are_read_loses_none_of_them() -> None:
+    class Interrupted:
+        def __init__(self) -> None:
+            self.numbers, self.is_interrupted = iter(range(8)), False
+
+        def __iter__(self) -> Iterator[Any]:
+            return self
+
+        def __next__(self) -> Any:
+            number = next(self.numbers)
+            if number == 2 and not self.is_interrupted:
+                self.numbers, self.is_interrupted = iter(range(2, 8)), True
+                raise KeyboardInterrupt
+            return np.full((2, 1), number, np.float32)
+
+    trainer = fitflax.Trainer(Value(), parallel=DataParallel(jax.devices()[:1]))
+    trainer.compile("sgd", lambda outputs: outputs, learning_rate=0.0, steps_per_call=4)
+    data = Interrupted()
+    with pytest.raises(KeyboardInterrupt):
+        trainer.fit(data, steps=4, verbose=0)
+    assert trainer.fit(data, steps=4, verbose=0).history["loss"] == [1.5]  # The mean of 0 to 3.
 
 
 def test_batch_hooks_of_an_evaluation_skip_batches_if_the_callbacks_allow_it(monkeypatch):
