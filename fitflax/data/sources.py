@@ -314,7 +314,7 @@ class OneShotSource(Source, Pass):
         self.options = options
         self._convert = convert
         self._pushed_back: list[Triple] = []
-        self._has_started = self._is_late = False
+        self._has_started = False
         self.taken = 0
         self.is_endless = isinstance(iterator, itertools.cycle | itertools.count | itertools.repeat) and operator.length_hint(iterator, -1) < 0
 
@@ -333,7 +333,6 @@ class OneShotSource(Source, Pass):
                 )
             return self.open(position)
         set_state(methods[1], bookmark.state, self.iterator)
-        self._is_late = bookmark.position.examples > 0
         self._pushed_back.clear()
         self.taken = bookmark.position.examples
         return drop(self, position.examples, seen=self.taken, warns=False)
@@ -341,7 +340,7 @@ class OneShotSource(Source, Pass):
     @override
     def snapshot(self) -> Any:
         methods = state_methods(self.iterator)
-        return None if methods is None or self._pushed_back or self._is_late else methods[0]()  # See `LoaderPass`.
+        return None if methods is None or self._pushed_back else methods[0]()
 
     @override
     def __next__(self) -> Triple:
@@ -349,7 +348,6 @@ class OneShotSource(Source, Pass):
             self._has_started = True
             start_workers(self.iterator)
         triple = self._pushed_back.pop() if self._pushed_back else self._split(self._convert(next(self.iterator)))
-        self._is_late = False
         self.taken += count_examples(triple)
         return triple
 
