@@ -274,7 +274,7 @@ class FunctionSource(Source):
         if self._undisturbed is not None:
             self._undisturbed.enter_context(source.undisturbed())
             if isinstance(source, SequenceSource):
-                source.may_be_new = True
+                source.may_be_new = source.epochs == _Epochs()
         self._last = None if source.num_started is None else source  # Others may hold worker processes.
         source.calls_hooks = self.calls_hooks
         return source
@@ -295,8 +295,9 @@ class FunctionSource(Source):
 
     @override
     def can_reread_before(self, bookmark: Bookmark) -> bool:
-        # The function may always return the same object, whose first iterator must then be that of the resumed pass.
-        return not (bookmark.has_begun and bookmark.position.passes == 0)
+        # The function may always return the same object. Its first iterator must then be that of the resumed pass, and its hooks count the passes before.
+        has_ended = isinstance(bookmark.state, dict) and bool(bookmark.state.get("ended"))
+        return not has_ended and not (bookmark.has_begun and bookmark.position.passes == 0)
 
     @override
     def catch_up(self, bookmark: Bookmark) -> bool:
