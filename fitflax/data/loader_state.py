@@ -100,11 +100,12 @@ def _loses_rows(node: Any) -> bool:
 def skips_rows(state: Any, loaded: Any) -> bool:
     """Returns whether a state that contains that of a Hugging Face stream would skip rows in a resume. `loaded` is the state that was loaded before.
 
-    After a load, each part of a stream that forms batches counts rows of its first batch twice, and corrects this in its second batch.
+    If a state is loaded inside a chunk of rows, the part of the stream that forms batches counts that chunk twice in the first batch. From the second batch
+    on, the count is right again.
     """
     if isinstance(state, dict) and isinstance(loaded, dict):
-        forms_batches = "num_chunks_since_previous_state" in state and "batch_idx" in loaded
-        return (forms_batches and state["batch_idx"] == loaded["batch_idx"] + 1) or any(skips_rows(value, loaded.get(key)) for key, value in state.items())
+        is_inside_chunk = "num_chunks_since_previous_state" in state and bool(loaded.get("cropped_chunk_length"))
+        return (is_inside_chunk and state["batch_idx"] == loaded["batch_idx"] + 1) or any(skips_rows(value, loaded.get(key)) for key, value in state.items())
     return isinstance(state, list) and isinstance(loaded, list) and any(map(skips_rows, state, loaded))
 
 
@@ -150,8 +151,6 @@ class LoaderPass(Pass):
             self.took_state = state is None or (methods is not None and self._set_iterator(methods[1], state))
         elif state is not None:
             set_state(loader.load_state_dict, state, loader)
-        # Whether the state may be wrong: some libraries report the beginning of the data between a load and the next batch.
-        self.is_late = False
 
     def _begin(self) -> Any:
         if self._iterator is None:
@@ -178,14 +177,10 @@ class LoaderPass(Pass):
         if not self._has_started:
             self._has_started = True
             start_workers(iterator)
-        item = next(iterator)
-        self.is_late = False
-        return self._read(item)
+        return self._read(next(iterator))
 
     @override
     def snapshot(self) -> Any:
-        if self.is_late:
-            return None
         # Start this pass first: otherwise the loader may report the state of an earlier, unfinished one.
         iterator = self._begin()
         if has_states(self._loader):
@@ -206,7 +201,6 @@ def open_loader(loader: Any, read: Callable[[Any], Triple], position: Position, 
     opened = LoaderPass(loader, read, None if bookmark is None else bookmark.state)
     if bookmark is None or not opened.took_state:
         return drop(opened, position.examples)
-    opened.is_late = bookmark.position.examples > 0
     return drop(opened, position.examples, seen=bookmark.position.examples, warns=False)
 
 
@@ -249,6 +243,9 @@ class Bookmarks:
 
     def take(self, position: Position, opened: Pass, *, force: bool = False) -> bool:
         """Takes a bookmark of a pass before its next batch, if it is time for one or `force` is set; returns whether it did."""
+        # The newest bookmark at this position is not replaced: after it is loaded, some libraries report the beginning of the data until the next batch.
+        if self._kept and self._kept[-1].position == position and (position.examples or not force):
+            return False
         begin = self._clock()
         if not self._is_possible or not (force or begin >= self._next_time):
             return False

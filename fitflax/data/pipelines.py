@@ -1,6 +1,5 @@
 """Sources over Hugging Face `datasets` and the input pipelines of `tf.data`, Grain, and Ray Data. The libraries are never imported here."""
 
-import copy
 import functools
 import sys
 import weakref
@@ -84,7 +83,7 @@ class _StreamBatches:
         return None if skips_rows(state, self._loaded) else state
 
     def _load_state_dict(self, state: Any) -> None:
-        self._loaded = copy.deepcopy(state)
+        self._loaded = state
         self._stream.load_state_dict(state)
 
     def __iter__(self) -> Iterator[Any]:

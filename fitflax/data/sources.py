@@ -274,7 +274,7 @@ class FunctionSource(Source):
         if self._undisturbed is not None:
             self._undisturbed.enter_context(source.undisturbed())
             if isinstance(source, SequenceSource):
-                source.may_be_new = True
+                source.may_be_new = source.epochs == _Epochs()
         self._last = None if source.num_started is None else source  # Others may hold worker processes.
         source.calls_hooks = self.calls_hooks
         return source
@@ -295,8 +295,9 @@ class FunctionSource(Source):
 
     @override
     def can_reread_before(self, bookmark: Bookmark) -> bool:
-        # The function may always return the same object, whose first iterator must then be that of the resumed pass.
-        return not (bookmark.has_begun and bookmark.position.passes == 0)
+        # The function may always return the same object. Its first iterator must then be that of the resumed pass, and its hooks count the passes before.
+        has_ended = isinstance(bookmark.state, dict) and bool(bookmark.state.get("ended"))
+        return not has_ended and not (bookmark.has_begun and bookmark.position.passes == 0)
 
     @override
     def catch_up(self, bookmark: Bookmark) -> bool:
@@ -314,7 +315,7 @@ class OneShotSource(Source, Pass):
         self.options = options
         self._convert = convert
         self._pushed_back: list[Triple] = []
-        self._has_started = self._is_late = False
+        self._has_started = False
         self.taken = 0
         self.is_endless = isinstance(iterator, itertools.cycle | itertools.count | itertools.repeat) and operator.length_hint(iterator, -1) < 0
 
@@ -333,7 +334,6 @@ class OneShotSource(Source, Pass):
                 )
             return self.open(position)
         set_state(methods[1], bookmark.state, self.iterator)
-        self._is_late = bookmark.position.examples > 0
         self._pushed_back.clear()
         self.taken = bookmark.position.examples
         return drop(self, position.examples, seen=self.taken, warns=False)
@@ -341,7 +341,7 @@ class OneShotSource(Source, Pass):
     @override
     def snapshot(self) -> Any:
         methods = state_methods(self.iterator)
-        return None if methods is None or self._pushed_back or self._is_late else methods[0]()  # See `LoaderPass`.
+        return None if methods is None or self._pushed_back else methods[0]()
 
     @override
     def __next__(self) -> Triple:
@@ -349,7 +349,6 @@ class OneShotSource(Source, Pass):
             self._has_started = True
             start_workers(self.iterator)
         triple = self._pushed_back.pop() if self._pushed_back else self._split(self._convert(next(self.iterator)))
-        self._is_late = False
         self.taken += count_examples(triple)
         return triple
 

@@ -4,7 +4,7 @@ PyTorch is never imported here: a user who passes one of its objects has importe
 """
 
 import contextlib
-import copy
+import dataclasses
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -89,13 +89,18 @@ class TorchSource(AdaptedSource):
 
     @override
     def reopen(self, position: Position, bookmark: Bookmark | None) -> Iterator[Triple]:
+        loader = None if bookmark is None else bookmark.state["loader"]
+        if bookmark is not None and loader is not None and (not self._has_states or _skips_batches(loader)):
+            # The checkpoint is from an earlier version. After a resume, that version saved states that skip too many batches.
+            bookmark = dataclasses.replace(bookmark, position=Position(position.passes), state={**bookmark.state, "loader": None, "inside": []})
         self._warn_if_not_repeatable(bookmark)
         if self._announced != position.passes:
             self.announce(position, bookmark)
         if bookmark is None:
             return self.open(position)
         opened = self._open_pass(position, bookmark)
-        return drop(opened, position.examples, seen=bookmark.position.examples, warns=not self._has_states)
+        seen = bookmark.position.examples
+        return drop(opened, position.examples, seen=seen, warns=seen < position.examples and opened.loader_state() is None)
 
     @override
     def announce(self, position: Position, bookmark: Bookmark | None = None) -> None:
@@ -136,12 +141,8 @@ class TorchSource(AdaptedSource):
 
     @property
     def _has_states(self) -> bool:
-        """Whether the loader can seek."""
-        data_set = self._loader.dataset
-        # If an iterable data set has no state, torchdata skips batches instead and counts them twice, so only the first resume is exact.
-        skips = is_instance(data_set, f"{_MODULE}.IterableDataset") and not has_states(data_set)
-        streams = [each for each in self._data_sets() if is_instance(each, "datasets.IterableDataset")]
-        return has_states(self._loader) and not skips and all(map(has_exact_state, streams))
+        """Whether the loader can seek, unless its states only count batches."""
+        return has_states(self._loader) and all(has_exact_state(each) for each in self._data_sets() if is_instance(each, "datasets.IterableDataset"))
 
     def _data_sets(self) -> list[Any]:
         return _distinct(_data_sets_in(self._loader.dataset))
@@ -189,10 +190,11 @@ class _TorchPass(Pass):
         self._num_left = _length(loader) if self._is_at_beginning else None
         self._states_at_begin: list[Any] | None = None if state is None else list(state["generators"])
         self._states_in_pass: list[Any] = [] if state is None else state["inside"]
-        # After a load, a Hugging Face stream reports the state of its beginning until a batch is read from it, in each worker.
-        is_late = bookmark is not None and bookmark.position.examples > 0 and is_instance(loader.dataset, "datasets.IterableDataset")
-        self._batches_until_state = max(1, loader.num_workers) + (getattr(loader, "snapshot_every_n_steps", 1) or math.inf) if is_late else 0
-        self._loaded = copy.deepcopy(state["loader"]) if is_late else None
+        self._loaded = None if state is None else state["loader"]
+        # After a load, a data set may report the state of its beginning until a batch is read from it, in each worker.
+        is_late = bookmark is not None and bookmark.position.examples > 0 and is_instance(loader.dataset, f"{_MODULE}.IterableDataset")
+        # Without workers, the first batch is enough, before which `Bookmarks` takes no state.
+        self._batches_until_state = loader.num_workers + (getattr(loader, "snapshot_every_n_steps", 1) or math.inf) if is_late and loader.num_workers else 0
         if self._states_at_begin is None:
             return
         if len(self._states_at_begin) != len(generators):
@@ -235,16 +237,23 @@ class _TorchPass(Pass):
     def snapshot(self) -> Any:
         is_new = self._iterator is None and self._is_at_beginning
         state = {"loader": None, "inside": [], "is_kept": _keeps_iterator(self._loader), "epochs": self._epochs}
-        if is_new and (self._generators or (self._epochs and not self._has_states)):
+        if is_new and self._generators:
             return {**state, "generators": _states_of(self._generators)}
-        if not self._has_states or self._batches_until_state > 0:
-            return None
-        self._begin()  # Otherwise the loader reports the state of an earlier, unfinished pass.
-        loader = self._loader.state_dict()
+        loader = self.loader_state() if self._batches_until_state <= 0 else None
+        if loader is None:
+            return {**state, "generators": []} if is_new and self._epochs else None
         if skips_rows(loader, self._loaded):
             return None
         inside = _states_of(self._generators) if self._loader.num_workers == 0 else []
         return {**state, "generators": self._states_at_begin or [], "loader": loader, "inside": inside}
+
+    def loader_state(self) -> Any:
+        """Returns the loader's state before the next batch; `None` if it cannot seek."""
+        if not self._has_states:
+            return None
+        self._begin()  # Otherwise the loader reports the state of an earlier, unfinished pass.
+        state = self._loader.state_dict()
+        return None if _skips_batches(state) else state
 
     @override
     def close(self) -> None:
@@ -259,6 +268,17 @@ def _data_sets_in(data_set: Any) -> Iterator[Any]:
         parts = getattr(data_set, "datasets", [])
         for part in [*(parts.values() if isinstance(parts, Mapping) else parts), *([data_set.dataset] if hasattr(data_set, "dataset") else [])]:
             yield from _data_sets_in(part)
+
+
+def _skips_batches(state: Any) -> bool:
+    """Returns whether torchdata would skip batches instead of loading a state, because neither an iterable data set nor its iterator has one.
+
+    It counts these batches twice, so only the first resume would be exact.
+    """
+    if not isinstance(state, dict):
+        return False
+    parts = state.get("_snapshot", {}).get("_worker_snapshots", {"": state}).values()
+    return any(part.get("fetcher_state") and part["dataset_state"] is None and part["fetcher_state"]["dataset_iter_state"] is None for part in parts)
 
 
 def _keeps_iterator(loader: Any) -> bool:

@@ -4,7 +4,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fitflax.data import Position, adapt
+from fitflax.data import Batcher, Feed, Position, adapt
 from fitflax.data.batch import Selection
 from fitflax.data.pipelines import StreamSource, TableSource, _dtype_of, _stacked
 from fitflax.errors import ConfigError, DataError, FitflaxWarning, RestoreError
@@ -253,6 +253,23 @@ def test_a_stream_whose_batches_cut_its_chunks_of_rows_keeps_all_rows_in_a_secon
 
     table = datasets.Dataset.from_dict({"image": np.arange(80.0), "label": np.arange(80.0)})
     assert_resumes_twice(make, k, 20, range(6), batch_size=BATCH, **KEYS)
+
+
+def test_states_are_also_taken_after_a_resume_of_a_stream_that_maps_all_rows_together(table):
+    def opened(*saved: Any) -> Feed:
+        stream = table.to_iterable_dataset().map(lambda rows: rows, batched=True, batch_size=None)
+        feed = Feed(adapt(stream, batch_size=2, selection=PICK), Batcher(size=2), *saved[:1], is_saved=True, clock=lambda: 0.0)
+        if saved:
+            feed.load_state_dict(saved[1])
+        return feed
+
+    first = opened()
+    while first.next() is not None:
+        pass
+    again = opened(first.position, first.state_dict(first.position))
+    again.next()
+    assert again.state_dict(again.position)["examples"] == again.position.examples == 2
+    np.testing.assert_array_equal(again.next().batch.x, PICK.split(table.with_format("numpy")[2:4])[0])
 
 
 @pytest.mark.parametrize("k", [3, 4])

@@ -219,10 +219,17 @@ def test_a_sequence_resumes_bit_for_bit_without_a_warning(k, make, tmp_path):
     assert_resumes(tmp_path, make, k)
 
 
+class ShuffledFirst(Reshuffled):
+    """Reshuffles at the beginning of each epoch instead."""
+
+    on_epoch_begin, on_epoch_end = Reshuffled.on_epoch_end, Reshuffled.on_epoch_begin
+
+
+@pytest.mark.parametrize("kind", [Reshuffled, ShuffledFirst])
 @pytest.mark.parametrize("k", [3, 6])
-def test_a_function_that_always_returns_one_sequence_resumes_with_its_hooks_called_as_often(k, tmp_path):
+def test_a_function_that_always_returns_one_sequence_resumes_with_its_hooks_called_as_often(k, kind, tmp_path):
     def make() -> Any:
-        data = Reshuffled()
+        data = kind()
         return lambda: data
 
     assert_resumes(tmp_path, make, k, callbacks=[LambdaCallback(on_epoch_begin=lambda epoch, logs: None)])

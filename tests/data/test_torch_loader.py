@@ -260,7 +260,7 @@ def test_a_stateful_data_loader_seeks(options, tmp_path):
 
 
 class Positioned(Stream):
-    """Also has a state."""
+    """Also has a state, but reports the beginning between a load and the next batch, like streams of Hugging Face."""
 
     def __init__(self) -> None:
         self.row = self.begin = 0
@@ -275,12 +275,51 @@ class Positioned(Stream):
         return {"row": self.row}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        self.row = self.begin = state["row"]
+        self.begin = state["row"]
+
+
+class Rows:
+    """An iterator with a state."""
+
+    def __init__(self) -> None:
+        self.row = 0
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if self.row == ROWS:
+            raise StopIteration
+        self.row += 1
+        return X[self.row - 1], Y[self.row - 1]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"row": self.row}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.row = state["row"]
+
+
+class OfRows(Stream):
+    """Has no state, but its iterators have one."""
+
+    def __iter__(self):
+        return Rows()
+
+
+def saving_feed(data: Any, position: Position = Position(), *saved: Any) -> Feed:  # noqa: B008
+    """Returns a feed that takes a state before each batch."""
+    feed = Feed(adapt(data), Batcher(size=BATCH), position, is_saved=True, clock=lambda: 0.0)
+    if saved:
+        feed.load_state_dict(*saved)
+    return feed
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata
 @pytest.mark.mostly_slow
-@pytest.mark.parametrize(("data_set", "is_read"), [(Stream, True), (Positioned, False)], ids=["without a state", "with a state"])
+@pytest.mark.parametrize(
+    ("data_set", "is_read"), [(Stream, True), (Positioned, False), (OfRows, False)], ids=["without a state", "with a state", "with a state of its iterator"]
+)
 @pytest.mark.parametrize("num_workers", [0, 2])
 @forks[0]
 @forks[1]
@@ -292,6 +331,33 @@ def test_a_stateful_data_loader_seeks_in_an_iterable_data_set_that_has_a_state(n
         return stateful.StatefulDataLoader(data_set(), batch_size=BATCH, num_workers=num_workers)
 
     assert_resumes(tmp_path, make, 2, *([CANNOT_SEEK.format(2 * BATCH)] if is_read else []), steps=5)
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata
+def test_a_count_of_batches_that_an_earlier_version_saved_is_not_used():
+    stateful = pytest.importorskip("torchdata.stateful_dataloader")
+    loader = stateful.StatefulDataLoader(Stream(), batch_size=BATCH)
+    next(iter(loader))
+    state = {**loader.state_dict(), "_num_yielded": 2}  # Counted twice by torchdata.
+    saved = {"passes": 0, "examples": BATCH, "loader": {"loader": state, "generators": [], "inside": [], "is_kept": False, "epochs": []}}
+    with warned(CANNOT_SEEK.format(BATCH)):
+        fed = saving_feed(stateful.StatefulDataLoader(Stream(), batch_size=BATCH), Position(0, BATCH), saved).next()
+    np.testing.assert_array_equal(fed.batch.x, X[BATCH : 2 * BATCH])
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata
+@pytest.mark.parametrize("steps", [1000, None])
+def test_without_workers_states_are_taken_after_a_resume_for_any_snapshot_every_n_steps(steps):
+    stateful = pytest.importorskip("torchdata.stateful_dataloader")
+
+    def make() -> Any:
+        return stateful.StatefulDataLoader(Positioned(), batch_size=BATCH, snapshot_every_n_steps=steps)
+
+    feed = saving_feed(make())
+    feed.next()
+    again = saving_feed(make(), feed.position, feed.state_dict(feed.position))
+    again.next()
+    assert again.state_dict(again.position)["examples"] == again.position.examples == 2 * BATCH
 
 
 # -- the epoch of a data set --
