@@ -159,6 +159,7 @@ class EarlyStopping(MonitorCallback):
         self.start_from_epoch = start_from_epoch
         self.stopping_threshold = stopping_threshold
         self.divergence_threshold = divergence_threshold
+        self._in_fit = False
         self._reset()
 
     def _reset(self) -> None:
@@ -172,6 +173,7 @@ class EarlyStopping(MonitorCallback):
     @override
     def on_train_begin(self, logs: Mapping[str, Any]) -> None:
         self._reset()
+        self._in_fit = True
         super().on_train_begin(logs)
 
     @override
@@ -207,9 +209,11 @@ class EarlyStopping(MonitorCallback):
 
     @override
     def on_train_end(self, logs: Mapping[str, Any]) -> None:
-        leaves, self._best_leaves = self._best_leaves, None  # A later `fit` that fails before its first step must not restore them.
-        if self.restore_best and leaves is not None and has_state(self.trainer):  # Otherwise, do not hide the error that ended the run.
-            params, model_state, averages = jax.tree.unflatten(jax.tree.structure(self._params_and_collections()), leaves)
+        has_begun, self._in_fit = self._in_fit, False
+        if not has_begun:  # The run failed before `on_train_begin`, so the leaves are those of an earlier `fit`.
+            return
+        if self.restore_best and self._best_leaves is not None and has_state(self.trainer):  # Otherwise, do not hide the error that ended the run.
+            params, model_state, averages = jax.tree.unflatten(jax.tree.structure(self._params_and_collections()), self._best_leaves)
             self.trainer.replace_state(dataclasses.replace(self.trainer.state, params=params, model_state=model_state, ema_params=averages))
 
     @override
