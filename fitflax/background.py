@@ -89,7 +89,8 @@ class Background:
         def wait() -> None:
             while not done:
                 if self._jobs:
-                    self._start()  # As in `wait_until`.
+                    with contextlib.suppress(RuntimeError):  # If no thread can be started, try again.
+                        self._start()
                 with contextlib.suppress(queue.Empty):
                     wake.get(timeout=_POLL_SECONDS)
             wake.put(None)  # Wakes the next waiting thread.

@@ -160,14 +160,17 @@ class Bucket:
 
     def _with_retries(self, doing: str, key: str, request: Callable[[], T]) -> T:
         """Returns the result of a request, which is retried if obstore has not done so and the failure is transient."""
-        end, pause = time.monotonic() + RETRY_SECONDS, 0.1
+        end, pause, was_forgotten = time.monotonic() + RETRY_SECONDS, 0.1, False
         while True:
             try:
                 with self._errors(doing, key):
                     return request()
             except StorageError as error:
-                if not _is_transient(error) or time.monotonic() + pause > end:
+                is_forgotten = _is_forgotten_upload(error)
+                # A large upload may take longer than the limit, and is repeated once in any case.
+                if not _is_transient(error) or (time.monotonic() + pause > end and (was_forgotten or not is_forgotten)):
                     raise
+                was_forgotten |= is_forgotten
             time.sleep(pause)
             pause = min(2 * pause, 10.0)
 
@@ -185,9 +188,14 @@ class Bucket:
             if is_missing and doing != "write" and re.search("NoSuchBucket|BucketNotFound|ContainerNotFound", str(error)) is None:
                 raise FileNotFoundError(errno.ENOENT, "no such object", f"{self.url}/{key}") from error
             fault = f"{_cause(error)}.{f' {_CREDENTIALS}' if is_refused or _REFUSED.search(str(error)) else ''}"
-            if is_missing or (not is_refused and _NO_BUCKET.search(str(error))):
+            if (is_missing and _NO_UPLOAD not in str(error)) or (not is_refused and _NO_BUCKET.search(str(error))):
                 fault = _MISSING
             raise StorageError(f"Could not {doing} {self.url}/{key}: {fault}") from error
+
+
+def _is_forgotten_upload(error: StorageError) -> bool:
+    """Returns whether an upload in parts is no longer known, because it is complete, and the answer to its last request was lost."""
+    return _NO_UPLOAD in str(error.__cause__)
 
 
 def _is_transient(error: StorageError) -> bool:
@@ -196,7 +204,7 @@ def _is_transient(error: StorageError) -> bool:
     if isinstance(error, ChangedError) or cause is None:
         return False
     text = str(cause)
-    if "NoSuchUpload" in text:  # The answer that completed an upload was lost, and the store has forgotten it.
+    if _is_forgotten_upload(error):
         return True
     if type(cause).__name__ not in ("GenericError", "OSError", "ConnectionError", "TimeoutError"):
         return False
@@ -206,6 +214,7 @@ def _is_transient(error: StorageError) -> bool:
     return "builder error" not in text and _REFUSED.search(text) is None
 
 
+_NO_UPLOAD = "NoSuchUpload"
 _MISSING = "the bucket does not exist, or is not accessible. Create it, or check the credentials."
 # Causes that obstore reports only in the debug part of its messages.
 _HTTP_FAULTS = {"Timeout": "no answer in time", "Connect": "no connection", "Interrupted": "the connection was interrupted"}
