@@ -53,7 +53,7 @@ SNAPSHOT_SECONDS = 0.010  # beyond one copy
 # relative to other steps. On a GPU, the pause is limited in seconds.
 PAUSE_LIMITS = {"pause": 1.5, "memory": 1.1, "steps": 1.1, "moving": 1.02}
 PAUSE_ON_GPU = 0.020
-PAUSE_PEERS = {"orbax": 10, "flax": 2}  # With the maximum number of rounds. A save of flax takes about 10 s.
+PAUSE_PEERS = {"orbax": 10, "flax": 2}  # The maximum number of rounds of each. A save with flax takes about 10 s.
 MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of glibc's mallopt
 
 Tree = dict[str, dict[str, jax.Array]]

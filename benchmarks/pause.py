@@ -1,15 +1,15 @@
-"""Measures how long a save stops training, what steps during the save cost, and how much memory it takes.
+"""Measures how long a save stops training, how long steps take during the save, and how much memory the save takes.
 
-Each part is a separate process, started by `checkpoint.py --pause`, that prints its numbers as JSON. All train GPT-2 small's arrays (1.5 GB of float32,
-including Adam's moments), on a few tokens or, on a GPU, on larger batches. They wait for each step, so that a pause does not include part of a step.
+Each part is a separate process, started by `checkpoint.py --pause`, that prints its numbers as JSON. All parts train GPT-2 small's arrays (1.5 GB of
+float32, including Adam's moments) on a few tokens, or on larger batches on a GPU. They wait for each step, so that a pause does not include part of a step.
 
 * `fitflax`, `orbax`, `flax`: `Trainer.fit` with a `ModelCheckpoint`, with Orbax's asynchronous checkpointer, or with flax's msgpack, which is written
   synchronously, as flax does it.
-* `alone`: the same without saves. Extra memory is how much higher the peak of another part is.
+* `alone`: the same without saves. The extra memory of another part is its peak minus the peak of this part.
 * `pauses`: in each round, fitflax saves, and later every array is copied into memory that was touched before, with a step before each.
 
-A save lasts from the wait for the previous one until the checkpoint is complete and an old one is deleted. The transfer is its first part, until all arrays
-are on the host; on a CPU, it is part of the pause. Steps that do not overlap with a save are the others.
+A save begins with the wait for the previous one, and ends when the checkpoint is complete and the old one is deleted. The transfer is the first part of a
+save, until all arrays are on the host; on a CPU, it is part of the pause. Steps that do not overlap with a save are reported as other steps.
 """
 
 import argparse
@@ -51,7 +51,7 @@ class Size(NamedTuple):
 
 
 GPT2 = Size(vocabulary=50257, positions=1024, width=768, blocks=12, tokens=64, batch=2, steps=12)
-# A write takes 2 s, so a save is complete before the next one.
+# A save takes 2 s, so it is complete before the next one begins.
 ON_GPU = GPT2._replace(tokens=1024, batch=8, steps=60)
 QUICK = Size(vocabulary=97, positions=16, width=24, blocks=2, tokens=8, batch=2, steps=3)
 
@@ -113,7 +113,7 @@ def forget_high_water() -> None:
 
 
 class Save(NamedTuple):
-    """The times at which a save began, had moved all arrays from the device, and was complete, with the old one deleted."""
+    """The times when a save began, when all arrays were on the host, and when the checkpoint was complete and the old one deleted."""
 
     begin: float
     moved: float
@@ -132,7 +132,7 @@ class Saves(ModelCheckpoint):
         save = self.store.save
 
         def timed(train: Any, **options: Any) -> Any:
-            begin = moved = self._begins[len(self.saves)]  # On a CPU, the pause has moved everything.
+            begin = moved = self._begins[len(self.saves)]  # On a CPU, the arrays were copied during the pause.
             arrays = [leaf for leaf in leaves_of(train.tree) if isinstance(leaf, jax.Array)]
             if arrays:
                 jax.block_until_ready(arrays)
@@ -154,7 +154,7 @@ class Saves(ModelCheckpoint):
 
 
 class PeerSaves(Callback):
-    """Saves with another library, after its previous save, and measures the same.
+    """Saves with another library, once its previous save is complete, and takes the same measurements.
 
     Args:
         path: Where to save. Each checkpoint is deleted when it is complete.

@@ -100,12 +100,12 @@ def make_data(workload: Workload) -> tuple[np.ndarray, np.ndarray]:
 
 
 def order(number: int, rows: int) -> np.ndarray:
-    """Returns the order of examples in a pass, which is that of `fit`."""
+    """Returns the order of examples in pass `number`, the same as in `fit`."""
     return np.random.default_rng([SEED, number]).permutation(rows)
 
 
 def batches(x: np.ndarray, y: np.ndarray, rows: int, order: np.ndarray | None = None) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yields the inputs and labels of `rows` examples at a time, in a given order."""
+    """Yields the inputs and labels of `rows` examples at a time, in `order`, or unshuffled if it is `None`."""
     for begin in range(0, len(x), rows):
         if order is None:
             yield x[begin : begin + rows], y[begin : begin + rows]

@@ -146,7 +146,7 @@ class Background:
                 self._thread = thread
                 thread.start()
             except BaseException:
-                # Otherwise, waits would never end. If Ctrl-C came after the thread had started, the next one waits for its turn.
+                # Otherwise, waits would never end. If Ctrl-C came after this thread had started, the next thread waits for it.
                 self._thread = None
                 raise
 

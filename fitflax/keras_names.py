@@ -1,7 +1,8 @@
 """Argument names of Keras and other trainers, with hints that say what to use instead.
 
-A hint completes the sentence `NAME does not take ARGUMENT=; ...` and does not end with a period. A hint that begins with `use OTHER=` or `pass OTHER=` is given
-only by functions that take OTHER, and one with `use OTHER(` not by OTHER. The key `POSITIONAL` has the hint for calls with too many positional arguments.
+A hint completes the sentence `NAME does not take ARGUMENT=; ...` and does not end with a period. Only functions that take OTHER give hints that begin with
+`use OTHER=` or `pass OTHER=`. OTHER itself gives no hint that begins with `use OTHER(`. The key `POSITIONAL` has the hint for calls with too many positional
+arguments.
 """
 
 import functools

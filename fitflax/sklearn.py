@@ -188,7 +188,7 @@ class _LinenEstimator(BaseEstimator):  # type: ignore[misc]
                 raise
             raise ConfigError(
                 f"{type(self).__name__}(early_stopping=True) cannot be combined with a schedule-free optimizer, because it restores the best parameters "
-                "without the optimizer state, from which the evaluated ones are computed. Pass another optimizer, or early_stopping=False."
+                "without the optimizer state, from which the evaluated parameters are computed. Pass another optimizer, or early_stopping=False."
             ) from error
         except LossError as error:
             outputs = trained.output_shapes()

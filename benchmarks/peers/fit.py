@@ -55,7 +55,7 @@ class Fit(Contender):
             self._trainer.replace_state(dataclasses.replace(state, params=shared_parameters(state.params)))
 
     def _data(self, numbers: Iterable[int] | None = None) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Returns the data as arguments: arrays, or an iterator over the passes with these numbers, by default over one pass that is not shuffled."""
+        """Returns positional and keyword arguments for the data: arrays, or an iterator over the passes `numbers` (by default, over one unshuffled pass)."""
         x, y, size = self._x, self._y, self._workload.batch_size
         if not self._iterator:
             return (x, y), {"batch_size": size}

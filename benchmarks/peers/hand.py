@@ -155,7 +155,7 @@ class Hand(Contender):
         self._per_call = loop.lead[0] if loop.lead else 1
 
     def _batches(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Yields what the calls of the next pass take."""
+        """Returns an iterator over the inputs and labels of each call in the next pass."""
         self._passes += 1
         whole = batches(self._x, self._y, self._workload.batch_size * self._per_call, order(self._passes - 1, len(self._x)))
         if not (lead := self._loop.lead):

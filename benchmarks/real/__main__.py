@@ -9,18 +9,18 @@
 The first two write their tables to benchmarks/RESULTS-real.md; sections of other devices stay. With `--workload` or `--size`, nothing is written without
 `--write`.
 
-Each contender is a process, started after the first step of the one before it, because XLA chooses kernels for a GPU by their speed. In rounds, all but one
-sleep.
+Each contender is a process. It starts after the first step of the previous one, because XLA measures the speed of kernels on a GPU to choose among them. During
+rounds, all contenders but one sleep.
 
 A round is hand, fit, fit, hand, and then the same with a validation every `--every` steps and with saves, and with Keras and Lightning in place of `fit` if
-they have an equivalent model and are installed. Ratios are those of a round's sums of seconds per step. Some models have more:
+they have an equivalent model and are installed. A ratio compares the mean seconds per step of a round. Some models have more contenders:
 
-* In `LOGGED`, a round begins with hand, fit, loggers, loggers, fit, hand. `loggers` is `fit` with TensorBoard, CSVLogger, EarlyStopping, TerminateOnNaN and
-  ProgressBar, in three epochs of `--epoch` steps.
-* In `CALLED`, `fit` with and without `steps_per_call=8` trains on the same batches from an iterator; on a CPU at size small.
+* For models in `LOGGED`, a round begins with hand, fit, loggers, loggers, fit, hand. `loggers` is `fit` with TensorBoard, CSVLogger, EarlyStopping,
+  TerminateOnNaN and ProgressBar, in three epochs of `--epoch` steps.
+* For models in `CALLED`, `fit` with and without `steps_per_call=8` trains on the same batches from an iterator. On a CPU, these models have size `small`.
 
-`--minutes` limits the time: each workload has an equal part of what is left, runs at least one round, and starts other frameworks only if there is time. A
-workload is left out if less time is left than the fastest one needed until the end of its first round.
+`--minutes` limits the time. Each workload gets an equal part of the remaining time, runs at least one round, and starts other frameworks only if there is time.
+A workload is left out if the remaining time is shorter than the fastest workload took to finish its first round.
 """
 
 import argparse
@@ -85,7 +85,7 @@ class Race:
             for who in ("hand", "fit+everything") if self._has("everything") else ():
                 workers[who].ask("train", steps=self.options.every, validates=True, seconds=SECONDS)  # Compiles the validation, and saves for the first time.
             if self._has_loggers:
-                workers["fit+everything"].ask("train", steps=1, epoch=1, seconds=SECONDS)  # Compiles the step that finds NaN.
+                workers["fit+everything"].ask("train", steps=1, epoch=1, seconds=SECONDS)  # Compiles the step that detects NaN.
             took = 0.0
             for number in range(self.options.rounds):
                 begin = time.monotonic()
@@ -132,7 +132,7 @@ class Race:
         return found | {who: (who, size) for who in OTHERS.get(self.workload.name, ()) if self._has("others")}
 
     def _start(self, stack: ExitStack) -> dict[str, Worker]:
-        """Starts one contender after another, other frameworks only if there is time."""
+        """Starts the contenders one after another. Other frameworks start only if there is time."""
         workers, starts = dict[str, Worker](), self.found.setdefault("starts", {})
         for name, (who, size) in self._contenders().items():
             if name in OTHERS.get(self.workload.name, ()) and time.monotonic() > self._end:
@@ -188,7 +188,7 @@ class Race:
 
 
 def _size_of_calls(size: str) -> str:
-    return "small" if size == "cpu" else size  # On a CPU, convolutions inside a call are four times as slow.
+    return "small" if size == "cpu" else size  # On a CPU, convolutions in a call of several steps are four times as slow.
 
 
 def _mean(answers: Sequence[Mapping[str, Any]], what: str = "seconds") -> float:
@@ -254,7 +254,7 @@ def _in_words(ratios: Sequence[float]) -> str:
 
 
 def _host(found: Mapping[str, Any], *names: str) -> str:
-    """Returns the milliseconds per step in which the training thread was computing, the medians of all rounds."""
+    """Returns the CPU milliseconds of the training thread per step, as medians over all rounds."""
     return ", ".join(f"{statistics.median(_mean(one[name], 'host_seconds') * 1e3 for one in found['rounds']):.3g}" for name in names)
 
 

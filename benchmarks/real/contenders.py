@@ -279,8 +279,8 @@ class _Best(_Timed, BestCheckpoint):
 class Fit(Contender):
     """`Trainer.fit`.
 
-    With `everything`, it has a progress bar, checkpoints every `every` steps, the best checkpoint, and TensorBoard. With `steps_per_call`, it always gets its
-    batches from an iterator.
+    With `everything`, it has a progress bar, checkpoints every `every` steps, the best checkpoint, and TensorBoard. With `steps_per_call` above 1,
+    its batches always come from an iterator.
     """
 
     def __init__(self, *arguments: Any, everything: bool = False, steps_per_call: int = 1, **options: Any) -> None:
@@ -314,8 +314,8 @@ class Fit(Contender):
     def train(self, steps: int, *, validates: bool = False, epoch: int | None = None, iterates: bool = False) -> Stretch:
         """Runs the given number of steps, and at least one call.
 
-        With `epoch`, it has epochs of this number of steps, callbacks that write logs or watch the loss, and a bar. If it `iterates`, it gets its batches from
-        an iterator.
+        With `epoch`, an epoch has this number of steps, and the callbacks are loggers, those that watch the loss, and a progress bar. With `iterates`, batches
+        come from an iterator.
         """
         steps = max(steps, self._steps_per_call)
         if iterates or self._steps_per_call > 1:

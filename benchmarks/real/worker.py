@@ -1,7 +1,7 @@
 """The process of one contender: `python -m benchmarks.real.worker CONTENDER WORKLOAD SIZE`. It sleeps while others work.
 
 The first answer describes the start: seconds from the start of the process until the first step was computed, and what was compiled. A command on standard
-input is `{"do": "train" | "evaluate" | "predict" | "flops" | "matmul", "steps": n}`, with other arguments of `train`, and an answer is one line of JSON. The
+input is `{"do": "train" | "evaluate" | "predict" | "flops" | "matmul", "steps": n}`, plus other arguments of `train`. Each answer is one line of JSON. The
 process ends at the end of its input, and its last answer is its peak memory.
 """
 

@@ -292,7 +292,7 @@ class Callback:
         """Decides whether `on_checkpoint` will save. Called before any callback saves, because each checkpoint contains the states of all callbacks."""
 
     def drop_unsaved(self) -> None:
-        """Discards what `before_saves` decided, unless `on_checkpoint` has saved it. Called before the whole run is saved, with the states of all callbacks."""
+        """Discards the decision of `before_saves` if `on_checkpoint` has not saved. Called before the whole run is saved, with the states of all callbacks."""
 
     def run_was_saved(self) -> None:
         """Called after a checkpoint of the whole run, with the states of all callbacks, is saved."""

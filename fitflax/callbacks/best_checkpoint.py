@@ -167,7 +167,7 @@ class BestCheckpoint(StoreCallback):
 
     @override
     def drop_unsaved(self) -> None:
-        # A subclass left the checkpoint out, or a second Ctrl-C came before `on_checkpoint`.
+        # A subclass did not save the checkpoint, or a second Ctrl-C came before `on_checkpoint`.
         if self._saving is not None:
             self._saving, self._kept = None, self._kept_before
         self._decided_step = None
@@ -175,7 +175,7 @@ class BestCheckpoint(StoreCallback):
     @override
     def on_checkpoint(self, checkpoint: Checkpoint) -> None:
         try:
-            if self._decided_step != checkpoint.step:  # A plain function, or a callback that forwards hooks to this one.
+            if self._decided_step != checkpoint.step:  # Called as a plain function, or by a callback that forwards hooks.
                 self.before_saves(checkpoint)
         finally:
             self._decided_step = None
@@ -236,7 +236,7 @@ class BestCheckpoint(StoreCallback):
         self._in_fit, failure_before, self._failure_before = False, self._failure_before, None
         self.drop_unsaved()
         has_failed = failure_since(failure_before) is not None
-        if not self.restore_best or (has_failed and self.trainer.step == self._begin_step):  # Before a step, the best is that of an earlier `fit`.
+        if not self.restore_best or (has_failed and self.trainer.step == self._begin_step):  # Before the first step, the best is that of an earlier `fit`.
             return
         self._wait_for_saves(self._saver)
         step = best_step = self.best_step
@@ -271,7 +271,7 @@ class BestCheckpoint(StoreCallback):
         kept = [(float(value), int(step)) for value, step in state["kept"]]
         kept_steps = {step for _, step in kept}
         if self._resumed_step in kept_steps and self._resumed_step not in self.store.steps():
-            # If the process died before this callback's save of the step, but after that of another one, the step has not replaced the previous best.
+            # If the process died after another callback had saved the step, but before this one had, the step has not replaced the previous best.
             previous = [entry for entry in self._on_disk() if entry[1] not in kept_steps]
             if previous or not self.store.was_begun(self._resumed_step):
                 kept = self._rank([*(entry for entry in kept if entry[1] != self._resumed_step), *previous])[: self.keep]

@@ -57,7 +57,7 @@ class Monitor:
         if getattr(value, "ndim", 0):
             raise MonitorError(f"{self.owner} monitors {self.key!r}, which is an array of shape {list(value.shape)}. Monitor a number.")
         kind = logs.kinds.get(self.key) if isinstance(logs, Logs) else None
-        # A restarted run that has no batch left has no kinds, but the direction of its checkpoint.
+        # A restarted run that has no batch left has no kinds, but the direction is in its checkpoint.
         self.direction = self.mode or (kind and kind.direction) or default_direction(self.key) or self.direction
         if self.direction is None:
             raise MonitorError(f"{self.owner} monitors {self.key!r}, but it is unknown whether higher or lower is better. Pass mode='min' or mode='max'.")

@@ -214,7 +214,7 @@ def load_partial_epoch(directory: Location) -> dict[str, Any] | None:
 
 
 def _array_of(value: list[Any]) -> Any:
-    """Returns a list of float32 values as an array."""
+    """Returns a list of float32 values as an array, and any other list unchanged."""
     try:
         array = np.asarray(value)
     except ValueError:  # The rows have different lengths.

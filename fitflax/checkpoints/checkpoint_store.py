@@ -161,7 +161,7 @@ class CheckpointStore:
         return sorted(step for step in steps if step not in present and (not table.is_known or step in table.owners.get(owner, ())))
 
     def was_begun(self, step: int) -> bool:
-        """Returns whether a save of `step` may have begun here. It has not if `retention.json` is older."""
+        """Returns whether a save of `step` may have begun here. It has not if `step` is newer than all steps in `retention.json`."""
         return step <= self._retention().newest
 
     def owners(self) -> dict[str, list[int]]:
@@ -384,14 +384,14 @@ class CheckpointStore:
         return path
 
     def _check_held(self) -> None:
-        """Raises `DirectoryInUseError` if another process has taken the directory over, or uses one that has replaced it."""
+        """Raises `DirectoryInUseError` if another process has taken over the directory, or uses a new directory at its path."""
         check_held(self.directory)
         if isinstance(self.directory, ObjectPath) or not self._claim:
             return
         try:
             note = self._read(_RUN)
         except CheckpointError:
-            return  # The caller's own access to the disk reports what is wrong with it.
+            return  # The caller also accesses the disk, and reports its error.
         if isinstance(note.get("process"), str) and note["process"] != self._claim["process"]:
             raise DirectoryInUseError(
                 f"Another process uses {self.directory} for run {note.get('run_id')!r}, because the directory was removed, moved or replaced during this run, "

@@ -76,7 +76,7 @@ class Feed:
         self._has_ended_early = False
         # What `next_like` and `next_of_pass` leave to `next`: an error, or None for the end of the pass.
         self._pending: list[Exception | None] = []
-        self._must_raise = False  # Whether the error is one of `next_of_pass`.
+        self._must_raise = False  # Whether the error comes from `next_of_pass`.
         self._bookmarks = Bookmarks(clock, kept) if is_saved else None
         # The open pass, if its states are taken; the bookmark to resume from; whether the last pass had a state.
         self._pass: Pass | None = None
@@ -133,7 +133,7 @@ class Feed:
         return None
 
     def next_of_pass(self, ahead: int | None = None) -> FedBatch | None:
-        """Returns the next batch of the same pass like `next`; at its end or after an error `None`, which is kept for the following call of `next`."""
+        """Returns the next batch of the same pass, like `next`. At its end or after an error, returns `None`, and `next` then reports the end or the error."""
         try:
             fed = self.next(ahead)
         except Exception as error:  # noqa: BLE001 (next() raises it)
@@ -145,7 +145,7 @@ class Feed:
         return fed
 
     def raise_kept_error(self) -> None:
-        """Raises the error that `next_of_pass` has kept, if any. One of `next_like` is raised only if a further batch is requested."""
+        """Raises the error that `next_of_pass` has kept, if any. An error from `next_like` is raised only when another batch is requested."""
         if self._must_raise:
             self.next()
 
@@ -341,7 +341,7 @@ class Feed:
             iterator.close()
 
     def push_back(self, count: int | None = 1) -> None:
-        """Pushes back the last `count` batches, `None` for all since the last `next`: `next` returns them again, like another feed of a one-shot iterator."""
+        """Pushes back the last `count` batches, or all since the last `next` for `None`. `next` or another feed of a one-shot iterator returns them again."""
         for _ in range(len(self._returned) if count is None else min(count, len(self._returned))):
             fed, self._position, raw = self._returned.pop()
             if raw and isinstance(self.source, OneShotSource):
@@ -377,7 +377,7 @@ def _copied(leaf: Any) -> Any:
             return leaf
         leaf = torch_batch(leaf)
     if isinstance(leaf, np.ma.MaskedArray):
-        return leaf.copy()  # Its values may be missing.
+        return leaf.copy()  # Some of its values may be missing.
     if leaf.nbytes < _ALIGNED_BYTES or leaf.dtype.kind not in "biufc":
         return np.array(leaf, order="C")
     copy = aligned_memory(leaf.nbytes).view(leaf.dtype).reshape(leaf.shape)

@@ -98,10 +98,10 @@ def _loses_rows(node: Any) -> bool:
 
 
 def skips_rows(state: Any, loaded: Any) -> bool:
-    """Returns whether a state that contains that of a Hugging Face stream would skip rows in a resume. `loaded` is the state that was loaded before.
+    """Returns whether a resume from a state that contains the state of a Hugging Face stream would skip rows. `loaded` is the state loaded before.
 
-    If a state is loaded inside a chunk of rows, the part of the stream that forms batches counts that chunk twice in the first batch. From the second batch
-    on, the count is right again.
+    After a load inside a chunk of rows, the part of the stream that forms batches counts this chunk twice in the first batch. From the second batch on, the
+    count is correct.
     """
     if isinstance(state, dict) and isinstance(loaded, dict):
         is_inside_chunk = "num_chunks_since_previous_state" in state and bool(loaded.get("cropped_chunk_length"))
@@ -243,7 +243,7 @@ class Bookmarks:
 
     def take(self, position: Position, opened: Pass, *, force: bool = False) -> bool:
         """Takes a bookmark of a pass before its next batch, if it is time for one or `force` is set; returns whether it did."""
-        # The newest bookmark at this position is not replaced: after it is loaded, some libraries report the beginning of the data until the next batch.
+        # A bookmark at this position is not replaced: after it is loaded, some libraries report the beginning of the data until the next batch.
         if self._kept and self._kept[-1].position == position and (position.examples or not force):
             return False
         begin = self._clock()
@@ -259,7 +259,7 @@ class Bookmarks:
             warn(f"The state of this data source {reason}. A resumed run will read the data from the beginning of the pass up to the saved position.")
             return False
         end = self._clock()
-        if not force:  # Otherwise, the time may include the start of worker processes.
+        if not force:  # With `force`, the time may include the start of worker processes.
             self._next_time = end + _COST_RATIO * (end - begin)
         if encoded is not None:
             self._kept.append(Bookmark(position, encoded))

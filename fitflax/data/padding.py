@@ -199,7 +199,7 @@ class Batcher:
         return FedBatch(batch, num_real, after, size=len(real), real=real, is_counted=form.is_counted)
 
     def apply_class_weight(self, triple: Triple) -> Triple:
-        """Returns rows with float32 weights, which include those of the classes."""
+        """Returns the rows with float32 weights that include the class weights."""
         x, y, weights = triple
         if weights is None and self._class_weight is None:
             return triple

@@ -295,7 +295,7 @@ class FunctionSource(Source):
 
     @override
     def can_reread_before(self, bookmark: Bookmark) -> bool:
-        # The function may always return the same object. Its first iterator must then be that of the resumed pass, and its hooks count the passes before.
+        # The function may always return the same object. Then its first iterator must be that of the resumed pass, and no hook may be called more often.
         has_ended = isinstance(bookmark.state, dict) and bool(bookmark.state.get("ended"))
         return not has_ended and not (bookmark.has_begun and bookmark.position.passes == 0)
 
@@ -387,7 +387,7 @@ class SequenceSource(IterableSource):
         super().__init__(data, options)
         self.set_length(data, self.length(), is_endless=self.length() is None)
         self._is_undisturbed = False
-        self.may_be_new = False  # Then `on_epoch_begin` may have to prepare the data, even if it is read only for its shapes.
+        self.may_be_new = False  # If True, `on_epoch_begin` may have to prepare the data, even for a read of its shapes.
         # Keras's `ImageDataGenerator` draws random numbers for each batch.
         self._draws_for_batches = hasattr(data, "total_batches_seen")
         self.can_reread = self._hook("on_epoch_begin") is None and not self._draws_for_batches

@@ -191,9 +191,9 @@ class _TorchPass(Pass):
         self._states_at_begin: list[Any] | None = None if state is None else list(state["generators"])
         self._states_in_pass: list[Any] = [] if state is None else state["inside"]
         self._loaded = None if state is None else state["loader"]
-        # After a load, a data set may report the state of its beginning until a batch is read from it, in each worker.
+        # After a load, the data set of each worker may report the state of its beginning until a batch is read from it.
         is_late = bookmark is not None and bookmark.position.examples > 0 and is_instance(loader.dataset, f"{_MODULE}.IterableDataset")
-        # Without workers, the first batch is enough, before which `Bookmarks` takes no state.
+        # Without workers, one batch is enough, and `Bookmarks` takes no state before it.
         self._batches_until_state = loader.num_workers + (getattr(loader, "snapshot_every_n_steps", 1) or math.inf) if is_late and loader.num_workers else 0
         if self._states_at_begin is None:
             return
@@ -271,9 +271,9 @@ def _data_sets_in(data_set: Any) -> Iterator[Any]:
 
 
 def _skips_batches(state: Any) -> bool:
-    """Returns whether torchdata would skip batches instead of loading a state, because neither an iterable data set nor its iterator has one.
+    """Returns whether torchdata would skip batches instead of loading a state, because neither the iterable data set nor its iterator has one.
 
-    It counts these batches twice, so only the first resume would be exact.
+    torchdata counts skipped batches twice, so only the first resume would be exact.
     """
     if not isinstance(state, dict):
         return False

@@ -133,7 +133,7 @@ class SessionState:
             self._pending = pending
             if live.version != before:
                 if pending is not None:
-                    self._update(dataclasses.replace(live.borrow(), opt_state=()))  # As before, so that the next compile() does not put a second one beside it.
+                    self._update(dataclasses.replace(live.borrow(), opt_state=()))  # As before, so that the next compile() does not hold two of them.
                 self._task.discard()  # The next compile() restores or initializes the optimizer state again.
             raise
 

@@ -173,7 +173,7 @@ def _prepare_state(
     chosen = _choose_steps_per_call(session, program, fed, saved_steps, plan.keep)
     for evaluate in components.validation.loops:
         evaluate.prepare(live.borrow())
-    # A custom step may log other keys than an evaluation, whose keys are then unknown before its first batch.
+    # A custom step may log other keys than an evaluation, whose keys are unknown before its first batch.
     knows_evaluated = program.dry_run.has_evaluated or program.task.custom_step is None
     evaluated = list(program.dry_run.eval_kinds) if knows_evaluated else []
     _check_log_keys(list(program.dry_run.kinds), evaluated, [loop.name for loop in components.validation.loops])
@@ -314,7 +314,7 @@ def _check_log_keys(keys: list[str], evaluated: list[str], sets: list[str]) -> N
         raise ConfigError(f"The training metrics {clashes} have log keys of validation metrics. Rename them, or rename the validation set.")
     counts = collections.Counter(flat_name(name, key) for name in sets for key in evaluated)
     if shared := [key for key, count in counts.items() if count > 1]:
-        raise ConfigError(f"Several validation sets have the log keys {shared}. Rename one of the sets.")
+        raise ConfigError(f"Several validation sets share the log keys {shared}. Rename one of the sets.")
 
 
 # -- the first batch --

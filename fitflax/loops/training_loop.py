@@ -187,7 +187,7 @@ class Run:
                         # The run was interrupted at its last step. `_last_checkpoint` yields no checkpoint if no step ran.
                         self._is_last = True
                         yield True
-                # Checked again after reading, because data may run any code for any time.
+                # Checked again after a batch is read, because reading may run any code and take any time.
                 if not self._may_continue() or not self._has_batch() or not self._may_continue():
                     # Yield the checkpoint that a resume needs first. Then end the epoch over the steps so far, only for logs.
                     yield from self._last_checkpoint(rescue=self._is_rescue)
@@ -283,7 +283,7 @@ class Run:
         return fed is not None
 
     def _read_batch_of_pass(self, count: int) -> bool:
-        """Reads the next batch, for a call of `count` steps, like `_read_batch`, but keeps the end of the pass, or an error, for `_read_batch`."""
+        """Reads the first batch of a call of `count` steps. The end of the pass or an error is kept for `_read_batch`."""
         begin = self.spent.clock()
         fed = self._feed.next_of_pass(count if count > 1 else None)
         self.spent.add("data", self.spent.clock() - begin)
@@ -373,7 +373,7 @@ class Run:
     def _train_without_hooks(self, steps: int) -> None:
         """Runs up to `steps` more steps without the rest of the loop, which takes time.
 
-        Returns early for signals, requests to stop, events by the clock, the end of a pass and errors of the data.
+        Returns early for signals, requests to stop, time-based events, the end of a pass and errors of the data.
         """
         feed, progress, agreement, clock = self._feed, self.progress, self._agreement, self._clock
         next_seconds = min(self._schedule.next_seconds, self._validation_schedule.next_seconds, self.callbacks.next_seconds)
@@ -392,7 +392,7 @@ class Run:
             count = self._steps_of_call(steps)
             if self._is_interrupted or not self._read_batch_of_pass(count):
                 return
-            # Reading data of unknown length may run any code for any time. The rest of the loop then uses the batch, or pushes it back.
+            # Reading data of unknown length may run any code and take any time. The rest of the loop then uses the batch, or pushes it back.
             if has_more is None and (must_return() or self._live.step != progress.step):
                 return
             if count > 1:

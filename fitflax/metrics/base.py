@@ -83,7 +83,7 @@ class Metric(abc.ABC):
 
     @abc.abstractmethod
     def compute(self) -> Any:
-        """Returns the value, float32 of shape `[]`, or an array of values, such as one per class; NaN without examples, except counts."""
+        """Returns the value, float32 of shape `[]`, or an array of values, such as one per class; NaN without examples, except for counts."""
 
     def summary(self, value: Any) -> Any:
         """Returns what TensorBoard shows for a computed value.

@@ -209,16 +209,16 @@ class NNXAverage(ForeignMetric):
         known = _keywords(logged, outputs, targets)
         if kind.update is nnx.metrics.Average.update:
             _logged_value(known, metric.argname, "the mean of")
-        # As NNX requires, it can be broadcast to the labels: [batch, 1] for [batch, length], for which [batch] would be a mask of columns.
+        # NNX requires a mask that broadcasts to the labels: [batch, 1] for labels [batch, length], of which [batch] would mask columns.
         known["mask"] = mask.reshape(mask.shape + (1,) * (getattr(targets, "ndim", 0) - mask.ndim))
         if hasattr(targets, "dtype") and jnp.issubdtype(targets.dtype, jnp.integer):
             known["labels"] = targets.astype(jnp.int32)
-        object.__setattr__(metric, "__class__", _masked(kind))  # NNX would treat it as an attribute.
+        object.__setattr__(metric, "__class__", _masked(kind))  # NNX would treat a plain assignment as an attribute.
         setattr(metric, _MASK, mask)
         metric.update(**known)
         delattr(metric, _MASK)
         if not hasattr(metric, _IS_MASKED):
-            raise MetricError(f"{kind.__name__}.update must call super().update, which excludes padding. Or derive the metric from fitflax.metrics.Metric.")
+            raise MetricError(f"{kind.__name__}.update must call super().update, which excludes padding. Call it, or derive from fitflax.metrics.Metric.")
         added = nnx.to_pure_dict(nnx.split(metric)[1])
         if isinstance(metric, nnx.metrics.Accuracy):
             added["total"] = added["total"] + _nan_if_counted(outputs, mask)
@@ -243,7 +243,7 @@ _IS_MASKED = "_is_masked"  # Set by `update` of a masked class.
 
 @functools.cache
 def _masked(kind: Any) -> Any:
-    """Returns a subclass of a class of `nnx.metrics.Average`, in which `super().update` excludes padding for values of any shape `[batch, ...]`."""
+    """Returns a subclass of `kind`, an `nnx.metrics.Average`, whose `super().update` excludes padding for values of any shape `[batch, ...]`."""
     from flax import nnx
 
     class Masked(nnx.metrics.Average):
@@ -327,7 +327,7 @@ def _with_mask(name: str, values: Any, weights: Any) -> tuple[jax.Array, jax.Arr
 
 
 def _fitted(mask: Any, name: str, shape: tuple[int, ...]) -> jax.Array:
-    """Returns a mask broadcast from the left to `shape`, the shape of the values `name`; last axes of size 1 that the values lack are removed.
+    """Returns a mask broadcast from the left to `shape`, the shape of the values `name`; trailing axes of size 1 that the values lack are removed.
 
     >>> _fitted(jnp.array([[True], [False]]), "values", (2,)).tolist()
     [1.0, 0.0]

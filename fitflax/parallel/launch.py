@@ -242,7 +242,7 @@ def _is_one_of_several(method: str | None) -> bool:
         kinds: list[Any] = ClusterEnv._cluster_types
         found = next((kind for kind in kinds if (kind.name == method if method else not kind.opt_in_only_method) and kind.is_env_present()), None)
         return found is not None and bool(found.get_process_count() > 1)
-    except Exception:  # noqa: BLE001 (it may ask servers; if it fails, there may be other processes, and an earlier call reports the failure)
+    except Exception:  # noqa: BLE001 (it may query servers; if it fails, there may be other processes, and a call before JAX is used reports the failure)
         return True
 
 

@@ -130,7 +130,7 @@ class Objective:
     def check_labels(self, outputs: PyTree, targets: PyTree, weights: Any = None) -> None:
         """Raises `DataError` if integer labels are not in the range of classes, or probabilities not from 0 to 1.
 
-        Takes the shapes of the module's outputs, and targets and weights, NumPy, of which targets may have fewer rows; labels of weight 0 are not checked.
+        Takes the shapes of the module's outputs, and NumPy targets and weights. Targets may have fewer rows than weights. Labels of weight 0 are not checked.
         """
         for loss, _, output in self._terms(outputs):
             if not isinstance(loss, _NamedLoss) or not loss.is_bounded:
@@ -209,7 +209,7 @@ class _NamedLoss:
 
 
 def _with_weight(target: np.ndarray[Any, Any], weights: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Returns the labels whose weight is not 0; all labels if the weights have other shapes, as for another output.
+    """Returns the labels whose weight is not 0; all labels if the weights have a different shape, such as that of another output.
 
     >>> _with_weight(np.array([[1, 2], [3, 4]]), np.array([[0.0], [1.0]])).tolist()
     [3, 4]

@@ -477,7 +477,7 @@ def check_in_memory(program: Program, source: Source, state: TrainState, batch: 
         if batcher is not None:
             weights = batcher.apply_class_weight(Triple(source.x, targets, weights)).weights
         task.objective.check_labels(outputs.shapes, targets, weights)
-        if not train:  # The weights of a training also depend on its class weights.
+        if not train:  # In training, weights also depend on the class weights of `fit`.
             checked.update({(id(leaf), together): leaf for leaf in leaves})
 
 

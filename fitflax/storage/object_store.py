@@ -194,7 +194,7 @@ class Bucket:
 
 
 def _is_forgotten_upload(error: StorageError) -> bool:
-    """Returns whether an upload in parts is no longer known, because it is complete, and the answer to its last request was lost."""
+    """Returns whether the store no longer knows a multipart upload. It may be complete, with the response to its last request lost."""
     return _NO_UPLOAD in str(error.__cause__)
 
 

@@ -170,7 +170,7 @@ MAYBE_REMOVED = "does not contain the best checkpoints of steps .*: they were re
 @pytest.mark.parametrize("is_recorded", [False, True])
 @pytest.mark.parametrize("keep", [1, 2])
 def test_if_a_kill_prevents_the_save_of_the_second_of_two_callbacks_it_keeps_its_previous_best(keep, is_recorded, trainer, tmp_path):
-    """Without a regular checkpoint, the run resumes from the first one's directory. The kill came before or after the note that the save begins."""
+    """Without a `ModelCheckpoint`, the run resumes from the first directory. The process is killed before or after it records that the save begins."""
 
     def start(epochs: int, resume: Any = None) -> BestCheckpoint:
         first, second = (BestCheckpoint(tmp_path / name, monitor="score", mode="max", keep=keep) for name in "ab")

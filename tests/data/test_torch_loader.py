@@ -327,7 +327,7 @@ def test_a_stateful_data_loader_seeks_in_an_iterable_data_set_that_has_a_state(n
     stateful = pytest.importorskip("torchdata.stateful_dataloader")
 
     def make() -> Any:
-        gc.collect()  # A forked worker must not find the workers of another loader.
+        gc.collect()  # A forked worker must not inherit the workers of another loader.
         return stateful.StatefulDataLoader(data_set(), batch_size=BATCH, num_workers=num_workers)
 
     assert_resumes(tmp_path, make, 2, *([CANNOT_SEEK.format(2 * BATCH)] if is_read else []), steps=5)
@@ -455,7 +455,7 @@ def test_persistent_workers_over_a_stream_resume_with_all_batches(k, buffer, tmp
     stateful = pytest.importorskip("torchdata.stateful_dataloader")
 
     def make() -> Any:
-        gc.collect()  # A forked worker must not find the workers of another loader.
+        gc.collect()  # A forked worker must not inherit the workers of another loader.
         return stateful.StatefulDataLoader(shuffled_stream(buffer=buffer), batch_size=BATCH, num_workers=2, persistent_workers=True)
 
     # A stream with a buffer is one shard, so one of the workers yields all batches.

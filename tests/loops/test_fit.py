@@ -1159,7 +1159,7 @@ def test_a_metric_with_the_key_of_a_validation_metric_is_an_error_before_the_fir
 
 def test_two_validation_sets_with_the_same_log_key_are_an_error_before_the_first_step():
     trainer = make(F(), metrics={"mae": "mae", "top_mae": "rmse"})
-    with pytest.raises(ConfigError, match=r"Several validation sets have the log keys \['val_top_mae'\]\. Rename one of the sets\."):
+    with pytest.raises(ConfigError, match=r"Several validation sets share the log keys \['val_top_mae'\]\. Rename one of the sets\."):
         trainer.fit(X, Y, validation_data={"val": (X, Y), "val_top": (X, Y)}, verbose=0)
     assert trainer.step == 0
 
@@ -1182,7 +1182,7 @@ def test_keys_that_only_validation_sets_of_a_custom_step_log_must_be_different()
             return state, {"first": (jnp.sum(batch.x[:, 0]), jnp.sum(batch.mask))}
 
     trainer = make(F(), metrics={"mae": "mae", "top_mae": "rmse"}, trainer=Custom)
-    with pytest.raises(ConfigError, match=r"Several validation sets have the log keys \['val_top_mae'\]"):
+    with pytest.raises(ConfigError, match=r"Several validation sets share the log keys \['val_top_mae'\]"):
         trainer.fit(X, Y, validation_data={"val": (X, Y), "val_top": (X, Y)}, verbose=0)
     assert trainer.step == 0
 

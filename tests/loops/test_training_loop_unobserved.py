@@ -127,7 +127,7 @@ def test_a_progress_bar_that_is_drawn_at_each_batch_skips_none() -> None:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:This data source cannot seek")
 @pytest.mark.parametrize("is_stream", [False, True])
-def test_a_signal_between_unobserved_steps_is_obeyed_and_the_run_resumes_bit_for_bit(is_stream: bool, monkeypatch, tmp_path) -> None:
+def test_a_signal_between_unobserved_steps_ends_the_run_which_resumes_bit_for_bit(is_stream: bool, monkeypatch, tmp_path) -> None:
     uninterrupted = train(directory=tmp_path / "never", is_stream=is_stream)
     in_the_data(monkeypatch, 3, lambda: os.kill(os.getpid(), signal.SIGTERM))
     with pytest.raises(SystemExit) as caught:
@@ -227,7 +227,7 @@ class Value(nn.Module):
 
 
 class Recorded:
-    """Batches that contain only their number, in passes of five; records requests, also at the end of a pass, and calls `act` at the one with a number."""
+    """Passes of five batches, which contain only their number. Records each request, also at the end of a pass, and calls `act` at request `number`."""
 
     def __init__(self, number: int, act: Callable[[], Any]) -> None:
         self.events: list[Any] = []

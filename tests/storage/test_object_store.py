@@ -852,7 +852,7 @@ def test_a_large_object_is_uploaded_in_parts_and_a_failed_upload_leaves_none(whe
 @pytest.mark.parametrize("where", [("s3", True)], indirect=True, ids=["s3"])
 @pytest.mark.parametrize("seconds", [object_store.RETRY_SECONDS, 0.0])
 def test_a_large_object_is_uploaded_again_if_the_store_has_forgotten_a_completed_upload(seconds, where, monkeypatch):
-    """The answer that completes the upload is lost. obstore repeats the request, to which some stores answer that there is no such upload."""
+    """The response to the request that completes the upload is lost. obstore repeats the request, and some stores report that the upload does not exist."""
     monkeypatch.setattr(object_store, "_MAX_PUT_BYTES", 1000)
     monkeypatch.setattr(object_store, "RETRY_SECONDS", seconds)  # 0: the upload took longer than the limit.
     path = where.place / "model.safetensors"
