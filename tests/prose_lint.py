@@ -154,6 +154,15 @@ def listed_phrases(text: str) -> Iterator[tuple[int, str]]:
             yield text.count("\n", 0, match.start()) + 1, f"{' '.join(match[0].split())!r}; write: {better}"
 
 
+def plurals_of_code(source: str) -> Iterator[tuple[int, str]]:
+    """Yields the line of each name with a letter after its closing backtick, which Sphinx does not accept, and a message."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Module) and (docstring := ast.get_docstring(node, clean=False)):
+            for match in re.finditer(r"`[^`]+`(\w?)", docstring):  # All names, so that a closing backtick does not begin the next match.
+                if match[1]:
+                    yield node.body[0].lineno + docstring.count("\n", 0, match.start()), f"{match[0]!r}; write the plural in another way"
+
+
 def proselint_results(text: str) -> Iterator[tuple[int, str]]:
     """Yields the line of each result of proselint, and its message."""
     if not CheckRegistry().checks:
@@ -175,7 +184,7 @@ def faults_of_module(path: pathlib.Path) -> list[str]:
     source = path.read_text(encoding="utf-8")
     if ROOT / "tests" in path.parents:
         return located(path, listed_phrases(names_and_comments(source)))
-    return located(path, listed_phrases(texts(source)), proselint_results(docstrings(source)))
+    return located(path, listed_phrases(texts(source)), plurals_of_code(source), proselint_results(docstrings(source)))
 
 
 def located(path: pathlib.Path, *found: Iterator[tuple[int, str]]) -> list[str]:

@@ -1,6 +1,6 @@
 """tests/prose_lint.py: it finds listed phrases and what proselint finds, and leaves code and output alone."""
 
-from tests.prose_lint import docstrings, listed_phrases, names_and_comments, prose, proselint_results, texts, without_glossary
+from tests.prose_lint import docstrings, listed_phrases, names_and_comments, plurals_of_code, prose, proselint_results, texts, without_glossary
 
 
 def test_phrases_are_found_across_lines_and_outside_code_and_output():
@@ -20,6 +20,10 @@ def test_proselint_reads_pages_and_docstrings_without_code_and_examples():
     assert [line for line, _ in proselint_results(prose(page, keeps_code=False))] == [1, 7]
     module = '"""Repeat the same."""\n\n\ndef f():\n    """Does `very`.\n\n    >>> f()\n    very\n\n    Very often.\n    """\n'
     assert [line for line, _ in proselint_results(docstrings(module))] == [1, 10]
+
+
+def test_a_letter_after_a_closing_backtick_in_a_docstring_is_a_fault():
+    assert [line for line, _ in plurals_of_code('def f():\n    """Takes `a`.\n\n    Returns `Array`s, or `a` as it is.\n    """\n')] == [4]
 
 
 def test_a_heading_may_precede_the_same_word_and_numbers_may_repeat():

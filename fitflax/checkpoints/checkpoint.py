@@ -27,7 +27,7 @@ class Timer:
     """Measures the training time between two checkpoints, until the device has finished, excluding compilation, evaluations and the consumer.
 
     Attributes:
-        seconds_evaluating: The time of all evaluations by `EvalLoop`s since the run began.
+        seconds_evaluating: The time of all evaluations by an `EvalLoop` since the run began.
     """
 
     def __init__(self, clock: Callable[[], float], seconds_evaluating: float = 0.0) -> None:

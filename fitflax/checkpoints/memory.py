@@ -51,7 +51,7 @@ class Arena:
 
 
 class Loan:
-    """A block of memory that is in use while this object lives. Arrays in it, their views and `memoryview`s all keep it alive."""
+    """A block of memory that is in use while this object lives. Arrays in it, their views and each `memoryview` keep it alive."""
 
     def __init__(self, block: np.ndarray[Any, Any]) -> None:
         # Makes this object the base of its arrays. Slices of the block would keep only the block alive, not the loan.

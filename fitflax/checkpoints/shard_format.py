@@ -328,7 +328,7 @@ def write_local_shards(path: ObjectPath, train: Plain) -> Files:
 def read_state(directory: Location, metadata: Mapping[str, Any], *, roots: Collection[str] = ("train", "run"), share: Share | None = None) -> dict[str, Any]:
     """Returns the roots, as `checkpoint_files.read_state` does, with arrays assembled from their pieces.
 
-    If `share` is given, as the index of this process and the number of processes that read together, split arrays are `SplitArray`s, from which each
+    If `share` is given, as the index of this process and the number of processes that read together, split arrays are of type `SplitArray`, from which each
     process later reads what it needs. All pieces are verified now, each by one process, which keeps them.
     """
     state = msgpack_format.read_state(directory, metadata, roots=roots)

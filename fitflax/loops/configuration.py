@@ -264,7 +264,7 @@ def trigger_of(owner: str, every: Any) -> Trigger:
 
 
 def zeros(batch: Any) -> Any:
-    """Returns `batch` with zeros in place of `jax.ShapeDtypeStruct`s."""
+    """Returns `batch` with zeros in place of each `jax.ShapeDtypeStruct`."""
     return jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf, batch)
 
 

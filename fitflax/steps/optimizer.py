@@ -196,7 +196,7 @@ def with_loss_scale(optimizer: optax.GradientTransformationExtraArgs) -> optax.G
 
 
 def with_extra_arguments(optimizer: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """Returns an optimizer whose `update` takes all of `GIVEN`, and passes on those that the given one accepts; its errors are `OptimizerError`s.
+    """Returns an optimizer whose `update` takes all of `GIVEN`, and passes on those that the given one accepts; it raises `OptimizerError`.
 
     >>> tx = with_extra_arguments(optax.chain(optax.sgd(0.5), optax.contrib.reduce_on_plateau()))
     >>> params = {"w": jnp.ones(1)}
