@@ -1,8 +1,8 @@
 """Argument names of Keras and other trainers, with hints that say what to use instead.
 
-A hint completes the sentence `NAME does not take ARGUMENT=; ...` and does not end with a period. Only functions that take OTHER give hints that begin with
-`use OTHER=` or `pass OTHER=`. OTHER itself gives no hint that begins with `use OTHER(`. The key `POSITIONAL` has the hint for calls with too many positional
-arguments.
+A hint completes the sentence `NAME does not take ARGUMENT=; ...` and does not end with a period. A hint that begins with `use OTHER=` or `pass OTHER=` applies
+only to functions that take OTHER. A hint that begins with `use NAME(` does not apply to NAME itself. The key `POSITIONAL` has the hint for calls with too many
+positional arguments.
 """
 
 import functools
@@ -119,8 +119,12 @@ def with_hints(name: str, hints: Mapping[str, str], error: type[FitflaxError]) -
         parameters = inspect.signature(function).parameters
         if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
             return function
-        possible = {argument: hint for argument, hint in hints.items() if (other := _OTHER.match(hint)) is None or other[1] in parameters}
-        known = {argument: hint for argument, hint in possible.items() if not hint.startswith(f"use {name}(")}
+
+        def applies(hint: str) -> bool:
+            other = _OTHER.match(hint)
+            return (other is None or other[1] in parameters) and not hint.startswith(f"use {name}(")
+
+        known = {argument: hint for argument, hint in hints.items() if applies(hint)}
         positional = [parameter.name for parameter in parameters.values() if parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
 
         @functools.wraps(function)

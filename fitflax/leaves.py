@@ -68,6 +68,16 @@ def aligned_memory(num_bytes: int, *, alignment: int = 64, offset: int = 0) -> n
     return memory[begin : begin + num_bytes]
 
 
+def aligned_empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray[Any, Any]:
+    """Returns an uninitialized array in aligned memory, which CPU devices use without a copy.
+
+    >>> aligned_empty((2, 3), np.float32).shape
+    (2, 3)
+    """
+    array: np.ndarray[Any, Any] = aligned_memory(math.prod(shape) * np.dtype(dtype).itemsize).view(dtype).reshape(shape)
+    return array
+
+
 def on_host(array: Any) -> np.ndarray[Any, Any]:
     """Returns an array as NumPy, with an explicit transfer for `jax_transfer_guard`; unlike `jax.device_get`, it does not copy CPU arrays.
 

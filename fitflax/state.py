@@ -123,7 +123,7 @@ class AxisNames:
         )
 
     def specs(self, params: Any, model_state: Any, opt_state: Any, *, strict: bool) -> tuple[Any, Any, Any]:
-        """Returns the `PartitionSpec` of logical names of each parameter, collection and optimizer state, in their structures.
+        """Returns the `PartitionSpec` of each array of the parameters, collections and optimizer state, by logical names, in their structures.
 
         Raises a `ModelError` if an array has more names than axes or, if `strict`, no names.
         """

@@ -421,7 +421,7 @@ def serial(*steps: Callable[[Any], Any]) -> Serial:
 
     Raises:
         ConfigError: One of them is not callable.
-        CallbackError: One of them is a callback that needs a trainer, or two of type `ModelCheckpoint` have the same directory.
+        CallbackError: One of them is a callback that needs a trainer, or two `ModelCheckpoint` callbacks have the same directory.
 
     >>> serial(lambda c: c + 1, lambda c: c * 2)(3)
     8

@@ -118,7 +118,7 @@ INFERENCE_STATE = "The InferenceState"
 def find_resume(resume: str | os.PathLike[str] | bool | None, stores: Sequence[CheckpointStore], together: CollectiveRead | None = None) -> Saved | None:
     """Returns the checkpoint to resume from, or `None` to start from the beginning. Warns of damaged checkpoints that are skipped.
 
-    `resume` is the argument of `fit`, and `stores` are the directories of each `ModelCheckpoint` of the run.
+    `resume` is the argument of `fit`, and `stores` are those of each `ModelCheckpoint` of the run.
     """
     if resume is None or resume is False:
         return None

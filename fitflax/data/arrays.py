@@ -20,7 +20,7 @@ from fitflax.data.padding import check_not_negative, check_weights
 from fitflax.data.sources import AdaptedSource, DataOptions, Source
 from fitflax.data.torch_loader import is_tensor, torch_batch
 from fitflax.errors import ConfigError, DataError
-from fitflax.leaves import aligned_memory, listed
+from fitflax.leaves import aligned_empty, listed
 from fitflax.state import PyTree
 
 # Several batches are read together if they fit into a core's cache.
@@ -211,8 +211,7 @@ def _as_numpy(tree: Any, name: str) -> Any:
 
 def _take_aligned(leaf: np.ndarray[Any, Any], rows: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """Returns `leaf[rows]` in aligned memory, which JAX on CPU uses without another copy."""
-    shape = (len(rows), *leaf.shape[1:])
-    taken: np.ndarray[Any, Any] = aligned_memory(math.prod(shape) * leaf.itemsize).view(leaf.dtype).reshape(shape)
+    taken = aligned_empty((len(rows), *leaf.shape[1:]), leaf.dtype)
     if leaf.flags.c_contiguous and leaf.flags.aligned:
         leaf.take(rows, axis=0, out=taken, mode="clip")  # Other modes copy twice.
     else:

@@ -320,7 +320,7 @@ class Run:
         count = self._steps_of_call(steps_left)
         if count > 1:
             self._complete_call(count)
-        # A call may be shorter than requested, but only steps after a whole call may run without hooks.
+        # If the call is the whole interval, no step may run without hooks, even if the data ends the call early.
         without_hooks = steps_left - len(self._upcoming) if steps_left > count else 0
         if self._sums is None:
             self._collected = self._program.collector(train=True)

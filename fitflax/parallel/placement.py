@@ -15,7 +15,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from fitflax.errors import ConfigError
-from fitflax.leaves import aligned_memory, is_key, key_of, on_host
+from fitflax.leaves import aligned_empty, is_key, key_of, on_host
 from fitflax.state import PyTree
 
 _CONFIG: Any = jax.config  # Type checkers do not know its attributes.
@@ -78,8 +78,7 @@ def _aligned_copy(array: np.ndarray[Any, Any], dtype: Any = None) -> np.ndarray[
 
     XLA does not write into external memory: the first step allocates its result elsewhere, and the copy is released.
     """
-    kind = np.dtype(array.dtype if dtype is None else dtype)
-    copy: np.ndarray[Any, Any] = aligned_memory(array.size * kind.itemsize).view(kind).reshape(array.shape)
+    copy = aligned_empty(array.shape, array.dtype if dtype is None else dtype)
     copy[...] = array
     return copy
 

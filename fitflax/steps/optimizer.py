@@ -196,7 +196,9 @@ def with_loss_scale(optimizer: optax.GradientTransformationExtraArgs) -> optax.G
 
 
 def with_extra_arguments(optimizer: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """Returns an optimizer whose `update` takes all of `GIVEN`, and passes on those that the given one accepts; it raises `OptimizerError`.
+    """Returns an optimizer whose `update` takes all of `GIVEN`, and passes on those that the given one accepts.
+
+    Errors of the optimizer are raised as `OptimizerError`.
 
     >>> tx = with_extra_arguments(optax.chain(optax.sgd(0.5), optax.contrib.reduce_on_plateau()))
     >>> params = {"w": jnp.ones(1)}

@@ -173,7 +173,7 @@ def _lock_file(descriptor: int, directory: Path) -> None:
         if error.errno not in _UNSUPPORTED:
             raise
         warn(
-            f"{directory} cannot be locked ({error.strerror}), so another run in it is detected only after it has begun. Make sure that no other run saves "
+            f"{directory} cannot be locked ({error.strerror}), so a second run there is detected only after it has begun. Make sure that no other run saves "
             "there."
         )
         return
