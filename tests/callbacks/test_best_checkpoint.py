@@ -227,6 +227,17 @@ def test_a_best_checkpoint_that_a_subclass_does_not_save_is_in_no_saved_state(tr
     assert CheckpointStore(tmp_path / "all").restore(10).run["callbacks"][best.state_key]["kept"] == [[1.0, 5]]
 
 
+def test_a_last_checkpoint_that_a_subclass_does_not_save_is_not_the_best_after_fit(trainer, tmp_path):
+    class NotStep10(BestCheckpoint):
+        def on_checkpoint(self, checkpoint: Any) -> None:
+            if checkpoint.step != 10:
+                super().on_checkpoint(checkpoint)
+
+    best = NotStep10(tmp_path, monitor="score", mode="max", restore_best=True)
+    fit(trainer, scores(1, 2), best, epochs=2)
+    assert (best.best_step, steps_in(tmp_path)) == (5, [5])
+
+
 def test_a_callback_may_forward_hooks_to_a_best_checkpoint(trainer, tmp_path):
     class Wrapper(Callback):
         def __init__(self, inner: BestCheckpoint) -> None:

@@ -280,6 +280,8 @@ def test_a_run_whose_directory_was_replaced_changes_nothing_in_that_of_another_r
         save(store, 40, keep=[20, 30])
     with pytest.raises(DirectoryInUseError, match="saves nothing more there"):
         store.retain("model", [30])
+    with pytest.raises(DirectoryInUseError, match="saves nothing more there"):
+        store.drop_after(5)
     assert (other.steps(), other.owners()) == ([10], {"model": [10]})
 
 

@@ -255,6 +255,24 @@ def test_a_stream_whose_batches_cut_its_chunks_of_rows_keeps_all_rows_in_a_secon
     assert_resumes_twice(make, k, 20, range(6), batch_size=BATCH, **KEYS)
 
 
+def test_after_a_resume_inside_a_chunk_of_rows_states_are_taken_from_the_second_batch_on(datasets):
+    def opened(*saved: Any) -> Feed:
+        stream = datasets.Dataset.from_dict({"image": np.arange(80.0), "label": np.arange(80.0)}).to_iterable_dataset(num_shards=3)
+        feed = Feed(adapt(stream, batch_size=4, selection=PICK), Batcher(size=4), *saved[:1], is_saved=True, clock=lambda: 0.0)
+        if saved:
+            feed.load_state_dict(saved[1])
+        return feed
+
+    def read(feed: Feed) -> int:
+        feed.next()
+        return feed.state_dict(feed.position)["examples"]
+
+    first = opened()
+    assert [read(first) for _ in range(7)][-1] == 28  # The first chunk has 27 rows.
+    again = opened(first.position, first.state_dict(first.position))
+    assert [read(again) for _ in range(3)] == [28, 36, 40]
+
+
 def test_states_are_also_taken_after_a_resume_of_a_stream_that_maps_all_rows_together(table):
     def opened(*saved: Any) -> Feed:
         stream = table.to_iterable_dataset().map(lambda rows: rows, batched=True, batch_size=None)

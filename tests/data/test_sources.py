@@ -165,6 +165,16 @@ def test_copies_of_large_batches_are_aligned_so_that_jax_does_not_copy_them_agai
         assert copy.dtype == np.float64 and np.array_equal(copy, wide)
 
 
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [(np.full((2**10, 2**8), "a", object), "must hold numbers, but its dtype is object"), (np.ma.masked_all((2**10, 2**8)), "has missing values")],
+    ids=["objects", "masked"],
+)
+def test_large_batches_that_are_not_plain_numbers_are_errors_after_a_copy(values, message):
+    with pytest.raises(DataError, match=message):
+        Feed(adapt(lambda: iter([values])), Batcher(size=2**10)).next()
+
+
 def test_tensors_of_all_kinds_make_batches():
     torch = pytest.importorskip("torch")
     rows = torch.arange(4.0)

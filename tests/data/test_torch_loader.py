@@ -346,6 +346,18 @@ def test_a_count_of_batches_that_an_earlier_version_saved_is_not_used():
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata
+def test_the_state_of_a_loader_is_not_used_by_one_that_cannot_seek():
+    stateful = pytest.importorskip("torchdata.stateful_dataloader")
+    feed = saving_feed(stateful.StatefulDataLoader(Positioned(), batch_size=BATCH))
+    feed.next()
+    state = feed.state_dict(feed.position)
+    assert state["examples"] == BATCH
+    with warned(CANNOT_SEEK.format(BATCH)):
+        fed = saving_feed(DataLoader(Positioned(), batch_size=BATCH), feed.position, state).next()
+    np.testing.assert_array_equal(fed.batch.x, X[BATCH : 2 * BATCH])
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata
 @pytest.mark.parametrize("steps", [1000, None])
 def test_without_workers_states_are_taken_after_a_resume_for_any_snapshot_every_n_steps(steps):
     stateful = pytest.importorskip("torchdata.stateful_dataloader")

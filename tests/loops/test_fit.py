@@ -157,13 +157,15 @@ def test_case_6_class_weights_are_equivalent_to_sample_weights(labels):
 
 
 def test_case_6_labels_of_class_weight_zero_may_be_outside_of_the_classes():
-    x, labels = np.eye(4, dtype=np.float32), np.array([0, 255, 2, 1])
+    x, labels = np.eye(4, dtype=np.float32), np.array([0, 255, 2, 1], np.int32)
     some, whole = make(nn.Dense(3), "sparse_categorical_crossentropy"), make(nn.Dense(3), "sparse_categorical_crossentropy")
     history = some.fit(x, labels, class_weight={255: 0}, batch_size=4, verbose=0).history
     is_counted = labels != 255
     assert history["loss"] == pytest.approx(whole.fit(x[is_counted], labels[is_counted], batch_size=3, verbose=0).history["loss"], rel=1e-5)
     with pytest.raises(DataError, match="y holds labels from 1 to 255"):
         some.fit(x, labels, class_weight={0: 0}, verbose=0)
+    with pytest.raises(DataError, match="y holds labels from 0 to 255"):  # The check of `fit` was with class weights.
+        some.evaluate(x, labels, verbose=0)
 
 
 def test_case_6_class_weights_of_all_examples_are_not_computed_if_the_loss_has_no_labels_to_check(monkeypatch: pytest.MonkeyPatch):

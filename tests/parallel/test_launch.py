@@ -54,6 +54,15 @@ def test_a_task_of_a_launcher_must_be_initialized_before_devices_are_used(monkey
             parallel.initialize()
 
 
+def test_a_launcher_that_is_detected_only_on_request_does_not_count_without_a_request(monkeypatch):
+    class OnRequest:
+        name, opt_in_only_method = "on-request", True
+        is_env_present, get_process_count = staticmethod(lambda: True), staticmethod(lambda: 2)
+
+    monkeypatch.setattr("jax._src.clusters.ClusterEnv._cluster_types", [OnRequest])
+    assert [launch._is_one_of_several(method) for method in (None, "on-request")] == [False, True]
+
+
 def test_missing_arguments_are_an_error_that_names_them(monkeypatch):
     def refuse(**options: object) -> None:
         raise ValueError("Number of processes must be defined.")

@@ -46,6 +46,16 @@ def test_a_loss_weight_multiplies_the_loss():
     assert values(Objective("mse", loss_weights=[2])) == {"loss": [2.0] * 4}
 
 
+def test_one_function_of_all_outputs_may_have_a_list_of_one_loss_weight():
+    outputs = {"head": ONES, "tail": ONES}
+    assert values(Objective(lambda outputs, targets: absolute(outputs["head"], targets), loss_weights=[2]), outputs) == {"loss": [2.0] * 4}
+
+
+def test_loss_weights_by_output_are_an_error_that_says_that_a_single_output_has_no_name():
+    with pytest.raises(ConfigError, match=r"compile\(loss_weights=...\) names the outputs \['head'\], but the module has one output without a name"):
+        values(Objective(absolute, loss_weights={"head": 0.5}))
+
+
 def test_without_a_loss_there_are_no_parts():
     assert Objective(None).losses(ONES, ZEROS) == ({}, {})
 
@@ -302,6 +312,11 @@ def test_labels_of_weight_zero_are_not_checked(weights: Any):
     objective.check_labels(shapes, np.array([[0, 1, 2], [-1, 7, 0]]), weights)
     with pytest.raises(DataError, match="y holds labels from -1 to 7"):
         objective.check_labels(shapes, np.array([[-1, 7, 0], [0, 1, 2]]), weights)
+
+
+def test_labels_of_weight_zero_are_not_checked_if_only_the_first_labels_are_given():
+    shapes = jax.ShapeDtypeStruct((3, 3), jnp.float32)
+    Objective("sparse_categorical_crossentropy").check_labels(shapes, np.array([0, 7]), np.array([1, 0, 1]))
 
 
 # -- through fit --

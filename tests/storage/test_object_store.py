@@ -870,6 +870,20 @@ def test_a_large_object_is_uploaded_again_if_the_store_has_forgotten_a_completed
     assert [status for method, path, status in where.proxy.log if completes(method, path)] == [200, 404, 200]
 
 
+@pytest.mark.parametrize("where", [("s3", True)], indirect=True, ids=["s3"])
+def test_a_large_object_whose_upload_took_longer_than_the_limit_is_uploaded_again_only_once(where, monkeypatch):
+    monkeypatch.setattr(object_store, "_MAX_PUT_BYTES", 1000)
+    monkeypatch.setattr(object_store, "RETRY_SECONDS", 0.0)
+
+    def completes(method, path):
+        return method == "POST" and "uploadId=" in path
+
+    where.proxy.fail(completes, status=404, body=b"<Error><Code>NoSuchUpload</Code><Message>The upload does not exist.</Message></Error>", times=2)
+    with pytest.raises(StorageError, match="Could not write"):
+        (where.place / "model.safetensors").write_bytes(bytes(2000))
+    assert [status for method, path, status in where.proxy.log if completes(method, path)] == [404, 404]
+
+
 SLOW = {"a part": is_part, "a commit": is_commit, "a listing": lambda method, path: method == "GET" and "list-type" in path}
 
 
