@@ -824,16 +824,21 @@ def test_nnx_metrics_with_a_custom_update_exclude_padding(place: str):
         def update(self, *, logits, labels, **_):
             super().update(values=jnp.abs(logits - labels)[:, 0], mask=labels[:, 0] > 0)
 
+    class Everything(nnx.metrics.Average):
+        def update(self, *, logits, labels, **_):
+            super().update(values=jnp.abs(logits - labels)[:, 0] + 1, mask=jnp.ones(len(labels), bool))
+
     class Scalar(nnx.metrics.Average):
         def update(self, *, loss, mask, **_):
             assert mask.dtype == bool and mask.shape == (*loss.shape, 1)
             super().update(values=2.0)
 
     model, targets = nnx.Linear(4, 1, rngs=nnx.Rngs(0)), X[:11, :1] ** 3
-    trainer = make(model, place, loss="mse", metrics=[MAE(), Elements(), Positive(), Scalar()])
+    trainer = make(model, place, loss="mse", metrics=[MAE(), Elements(), Positive(), Everything(), Scalar()])
     found = trainer.evaluate(X[:11], targets, batch_size=4, verbose=0)
     errors = np.abs(np.asarray(model(X[:11])) - targets)
-    wanted = {"loss": (errors**2).mean(), "mae": errors.mean(), "elements": errors.mean(), "positive": errors[targets > 0].mean(), "scalar": 2.0}
+    wanted = {"loss": (errors**2).mean(), "mae": errors.mean(), "elements": errors.mean(), "positive": errors[targets > 0].mean()}
+    wanted |= {"everything": errors.mean() + 1, "scalar": 2.0}
     assert found == pytest.approx(wanted, rel=1e-5)
 
 
