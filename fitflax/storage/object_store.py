@@ -188,7 +188,7 @@ class Bucket:
             if is_missing and doing != "write" and re.search("NoSuchBucket|BucketNotFound|ContainerNotFound", str(error)) is None:
                 raise FileNotFoundError(errno.ENOENT, "no such object", f"{self.url}/{key}") from error
             fault = f"{_cause(error)}.{f' {_CREDENTIALS}' if is_refused or _REFUSED.search(str(error)) else ''}"
-            if (is_missing and _NO_UPLOAD not in str(error)) or (not is_refused and _NO_BUCKET.search(str(error))):
+            if _NO_UPLOAD not in str(error) and (is_missing or (not is_refused and _NO_BUCKET.search(str(error)))):
                 fault = _MISSING
             raise StorageError(f"Could not {doing} {self.url}/{key}: {fault}") from error
 
