@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import override
 
 from benchmarks.real.contenders import Contender, Stretch, batches_of
+from benchmarks.real.workloads import SEED
 
 try:
     import lightning.pytorch as pl
@@ -131,6 +132,7 @@ class Lightning(Contender):
         if self.size == "full" and not self._has_gpu:
             raise RuntimeError("PyTorch has no GPU")
         sizes = self.workload.sizes[self.size]
+        torch.manual_seed(SEED)
         model = GPT2(**sizes.model) if self.workload.name == "gpt2" else ViT(sizes.length, **sizes.model)
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
         self._module, self._data, self._watch = _Module(model, self.workload.learning_rate), _Steps(self), _Marks()

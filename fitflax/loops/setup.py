@@ -147,12 +147,11 @@ def _prepare_state(
     if saved is not None:
         with components.spent.on("loading"):
             session.restore(saved, None if fed is None else fed.batch, RestoreOptions(is_resume=True))
-    saved_steps = None if saved is None else int(saved.metadata.get("steps_per_call", 1))
-    steps = session.task.steps_per_call or saved_steps or 1
+    steps = _steps_per_call(session, program, fed, saved)
     if session.state.live is None and fed is not None:
         if not program.is_eager:
             # The step is compiled while the state is initialized.
-            program.preparation.train(session.state.begin_build(fed.batch), fed.batch, steps_per_call=steps, keep=plan.keep)
+            program.preparation.train(session.state.begin_build(fed.batch), fed.batch, steps_per_call=steps or 1, keep=plan.keep)
         session.state.build(fed.batch)
     live = session.state.need("fit")
     # If an optimizer labels parameters, only the state shows whether it contains a schedule-free one.
@@ -164,13 +163,15 @@ def _prepare_state(
     if fed is not None:
         if callbacks.copies_state:
             Snapshots(live, components.saver).reserve()
-        _dry_run(session, feed, fed.batch, plan.keep, steps_per_call=steps)
+        _dry_run(session, feed, fed.batch, plan.keep, steps_per_call=steps or 1)
         # The check traces the module, so it runs while the device computes the first step.
         during_first_step = functools.partial(check_activations, program, shapes_in(live.borrow()), fed.batch)
         resumed = Resumed() if saved is None else _resumed_values(session, program, saved)
     if session.strategy.num_processes > 1:
         check_same_in_all_processes("initial states", {"the state": fingerprint_of(live.borrow())})
-    chosen = _choose_steps_per_call(session, program, fed, saved_steps, plan.keep)
+    if steps is None:
+        assert fed is not None
+        steps = _measure_steps_per_call(session, program, fed, plan.keep)
     for evaluate in components.validation.loops:
         evaluate.prepare(live.borrow())
     # A custom step may log other keys than an evaluation, whose keys are unknown before its first batch.
@@ -179,8 +180,10 @@ def _prepare_state(
     _check_log_keys(list(program.dry_run.kinds), evaluated, [loop.name for loop in components.validation.loops])
     session.state.last_progress = progress
     # Without jit each call has one step. The choice is saved for a resume that is compiled.
-    info = {**plan.info, "compiled": compiled, "run_id": session.run_id, "steps_per_call": chosen}
-    plan = dataclasses.replace(plan, info=info, steps_per_call=1 if program.is_eager else chosen)
+    info = {**plan.info, "compiled": compiled, "run_id": session.run_id, "steps_per_call": steps}
+    if session.task.steps_per_call not in (None, steps):
+        info["max_steps_per_call"] = session.task.steps_per_call
+    plan = dataclasses.replace(plan, info=info, steps_per_call=1 if program.is_eager else steps)
     return RunSetup(session, program, live, feed, plan, progress, components, resumed, during_first_step)
 
 
@@ -334,7 +337,8 @@ def _first_batch(
 ) -> FedBatch | None:
     """Returns the first batch, which remains in the feed; `None` if the resumed run has had all batches."""
     source, fed = feed.source, None
-    ahead = None if session.task.steps_per_call in (None, 1) else session.task.steps_per_call
+    # Batches that are too large to be read together are also too large for a call of several steps.
+    ahead = None if session.task.steps_per_call == 1 or source.batches_at_once == 1 else session.task.steps_per_call
     is_inside = progress.epoch_is_open and not progress.epoch_is_over
     if is_inside:
         fed = feed.next(ahead)
@@ -393,22 +397,35 @@ def _resumed_values(session: Session, program: Program, saved: Saved) -> Resumed
     return dataclasses.replace(resumed, sums=sums, collected=collected, validated=run.get("validated", {}))
 
 
-def _choose_steps_per_call(session: Session, program: Program, fed: FedBatch | None, before: int | None, keep: Keep) -> int:
-    """Returns the number of steps of a call: as requested, as `before` in the resumed run, or whichever is faster."""
-    session.task.choice = None
-    if session.task.steps_per_call is not None:
-        if before not in (None, session.task.steps_per_call):
-            warn(
-                f"The run used steps_per_call={before} and resumes with steps_per_call={session.task.steps_per_call}, so its results may differ by rounding. "
-                f"To resume bit for bit, pass compile(steps_per_call={before})."
-            )
-        return session.task.steps_per_call
-    if before is not None or fed is None or program.is_eager:
-        return before or 1
-    size = program.group_size(fed)
-    if size == 1:
-        session.task.choice = "steps_per_call='auto' chose 1: batches are large."
+def _steps_per_call(session: Session, program: Program, fed: FedBatch | None, saved: Saved | None) -> int | None:
+    """Returns the number of steps of a call: as in the run to resume if its setting is the same, else at most the setting; `None` if it must be measured."""
+    task = session.task
+    task.choice, setting, before = None, task.steps_per_call, None
+    if saved is not None:
+        before = int(saved.metadata.get("steps_per_call", 1))
+        if setting in (None, int(saved.metadata.get("max_steps_per_call", before))):
+            return before
+    if fed is None:
+        return setting or 1
+    steps = program.limit_steps_per_call(setting, fed.batch, fed.num_rows)
+    if setting is None:
+        if steps > 1 and not program.is_eager:
+            return None
+        task.choice = None if program.is_eager else "steps_per_call='auto' chose 1: batches are large."
         return 1
+    if steps != setting:
+        task.choice = f"A call has one step, not steps_per_call={setting}: batches are large."
+    if before not in (None, steps):
+        warn(
+            f"The run used steps_per_call={before} and resumes with steps_per_call={steps}, so its results may differ by rounding. "
+            f"To resume bit for bit, pass compile(steps_per_call={before})."
+        )
+    return steps
+
+
+def _measure_steps_per_call(session: Session, program: Program, fed: FedBatch, keep: Keep) -> int:
+    """Returns the number of steps of a call with which a step takes less time."""
+    size = program.limit_steps_per_call(None, fed.batch, fed.num_rows)
     single, grouped = program.time_steps(session.state.need("fit").borrow(), fed, size, keep)
     if session.strategy.num_processes > 1:
         single, grouped = exchange([single, grouped], "the choice of steps_per_call")[0]

@@ -142,12 +142,20 @@ class Interruption:
         if os.getpid() != self._process:
             self._handle_in_fork(signal.Signals(number), frame)
             return
+        try:
+            self._request(signal.Signals(number))
+        except RuntimeError as error:
+            if not is_dead_worker(error):
+                raise
+            self._request(signal.Signals(number))  # A worker died before PyTorch's handler of SIGCHLD was replaced.
+
+    def _request(self, number: signal.Signals) -> None:
         if self.requested is not None and number == signal.SIGINT:
             self.exits_immediately = True
             raise KeyboardInterrupt
         if self.requested is None:
             self._silence_dead_workers()
-        self.requested = signal.Signals(number)
+        self.requested = number
         if number == signal.SIGINT:
             # A step may take long, and a user who sees nothing presses Ctrl-C again. Printing raises if the signal came during another write.
             with contextlib.suppress(Exception):

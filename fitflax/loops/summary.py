@@ -42,7 +42,8 @@ def describe(session: Session, sample: Triple | None, *, memory: bool, sharding:
         if program.is_eager:
             raise ConfigError("summary(memory=True) needs a compiled step. Remove what disables jit: jax.disable_jit(), JAX_DISABLE_JIT or run_eagerly=True.")
         batch = session.data_adapter.sample(sample, accumulate_steps=task.numerics.accumulate_steps)
-        program.preparation.train(state, batch, steps_per_call=session.task.steps_per_call or 1)
+        steps = program.limit_steps_per_call(session.task.steps_per_call or 1, batch, len(batch.mask))
+        program.preparation.train(state, batch, steps_per_call=steps)
         taken = program.preparation.memory()
     lines = [table, *describe_costs(program.preparation.forward_flops(state, whole), taken)]
     return "\n".join(lines + (["", *describe_sharding(strategy, strategy.abstract_state(state))] if sharding else []))

@@ -3,6 +3,7 @@
 import hashlib
 import os
 import pathlib
+import re
 import signal
 import subprocess
 import sys
@@ -148,14 +149,18 @@ print("fit returned", flush=True)
 
 
 def signal_group(directory: pathlib.Path, env: dict[str, str], number: int, where: str, *, has_handler: bool, status: int) -> tuple[str, str]:
-    """Starts the script, sends a signal to it and its workers, and returns what it printed."""
+    """Starts the script, sends a signal to it and its workers, and returns what it printed.
+
+    If a worker dies while the process forks another one, PyTorch's error is raised in a hook of `os.fork`, where Python prints and ignores it.
+    """
     command = [sys.executable, "-c", WITH_WORKERS, str(directory), where, str(has_handler)]
     process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
     try:
         line = process.stdout.readline()
         assert line == "under way\n", line + process.communicate()[1]
         os.killpg(process.pid, number)
-        return run_script.finish(process, status=status)
+        out, err = run_script.finish(process, status=status)
+        return out, re.sub(r"Exception ignored in: <function _\w+Lock.*?\nRuntimeError: DataLoader worker [^\n]*\n", "", err, flags=re.DOTALL)
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
@@ -187,6 +192,29 @@ def test_a_custom_handler_is_called_after_the_save_if_workers_get_the_signal_too
     lines = [f"custom handler after step {steps_in(tmp_path)} True", "fit returned"]
     assert out.splitlines()[-2:] == lines and not err
     assert bool(steps_in(tmp_path)) == (where != "first batch")
+
+
+def test_a_signal_is_recorded_although_a_worker_dies_while_it_is_handled(monkeypatch):
+    def fail(number: int, frame: Any) -> None:
+        raise RuntimeError("DataLoader worker (pid 7) is killed by signal: Terminated. ")
+
+    def getsignal(number: int) -> Any:
+        if number == signal.SIGCHLD and len(deaths) < 1:
+            deaths.append(number)
+            signal.raise_signal(number)
+        return find(number)
+
+    deaths: list[int] = []
+    find, earlier = signal.getsignal, signal.signal(signal.SIGCHLD, fail)
+    try:
+        with Interruption() as interruption:
+            monkeypatch.setattr(signal, "getsignal", getsignal)
+            signal.raise_signal(signal.SIGTERM)
+            signal.raise_signal(signal.SIGCHLD)
+            assert deaths and interruption.requested == signal.SIGTERM
+        assert find(signal.SIGCHLD) is fail
+    finally:
+        signal.signal(signal.SIGCHLD, earlier)
 
 
 @pytest.mark.parametrize("error", [RuntimeError("a file is gone"), ConnectionResetError("Connection reset by peer"), EOFError()], ids=repr)

@@ -267,8 +267,39 @@ def test_auto_really_measures_and_does_not_change_the_state():
 
 def test_auto_does_not_try_groups_of_large_batches(monkeypatch):
     monkeypatch.setattr(Program, "time_steps", lambda self, state, fed, size, keep: pytest.fail("measured"))
-    monkeypatch.setattr("fitflax.steps.program._GROUP_BYTES", 100)
+    monkeypatch.setattr("fitflax.steps.program._GROUPED_BYTES", 100)
     make_trainer("auto").fit(X, Y, batch_size=8, steps=2, verbose=0)
+
+
+def test_large_batches_are_trained_in_calls_of_one_step_also_by_a_resume_that_begins_with_a_small_one(tmp_path, monkeypatch, capsys, recwarn):
+    def fit(steps: int, **options: Any) -> list[np.ndarray]:
+        trainer = make_trainer(4)
+        trainer.fit(X, Y, batch_size=8, steps=steps, resume="auto", callbacks=[calls, *options.pop("callbacks", [])], **options)
+        return leaves(trainer)
+
+    single = make_trainer(1)
+    single.fit(X, Y, batch_size=8, steps=9, verbose=0)
+    with monkeypatch.context() as patch:
+        patch.setattr("fitflax.steps.program._GROUPED_BYTES", X[:8].nbytes)
+        calls = Calls()
+        fit(5, callbacks=[ModelCheckpoint(tmp_path)], verbose=2)
+    assert calls.ends == [1, 2, 3, 4, 5]
+    assert "A call has one step, not steps_per_call=4: batches are large." in capsys.readouterr().out
+    calls = Calls()
+    state = fit(9, callbacks=[ModelCheckpoint(tmp_path)], verbose=0)
+    assert calls.ends == [6, 7, 8, 9] and not recwarn.list
+    for ours, theirs in zip(state, leaves(single), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_a_run_of_an_earlier_version_whose_calls_had_several_large_batches_resumes_with_them(tmp_path, monkeypatch, recwarn):
+    make_trainer(4).fit(X, Y, batch_size=8, steps=4, callbacks=[ModelCheckpoint(tmp_path)], verbose=0)
+    monkeypatch.setattr("fitflax.steps.program._GROUPED_BYTES", 100)
+    calls = Calls()
+    make_trainer(4).fit(X, Y, batch_size=8, steps=9, callbacks=[ModelCheckpoint(tmp_path), calls], resume=True, verbose=0)
+    assert calls.ends == [6, 8, 9] and not recwarn.list
+    with pytest.warns(FitflaxWarning, match=r"The run used steps_per_call=4 and resumes with steps_per_call=1.*pass compile\(steps_per_call=4\)"):
+        make_trainer(2).fit(X, Y, batch_size=8, steps=10, callbacks=[ModelCheckpoint(tmp_path)], resume=True, verbose=0)
 
 
 @pytest.mark.parametrize("value", [0, -1, 2.5, True, "fast"])
