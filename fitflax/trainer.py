@@ -376,9 +376,9 @@ class Trainer:
             loss_weights: A number, or numbers by output, that multiply the losses.
             weighted_metrics: Metrics that use sample weights.
             steps_per_call: The maximum number of steps in one call of the device. `"auto"` tries 1 and 16 on the first batch, with copies of the state, and
-                uses the faster one. If the first batch has more than 1 MB, each call has one step. Results differ from those of single steps only by
+                uses the faster one. A call has fewer steps if their batches would take more than 64 MB. Results differ from those of single steps only by
                 rounding. A call ends when a step trigger fires and at the end of an epoch; batch hooks, signals, time triggers and `stop` take effect
-                between calls. A resume with the same setting uses the number of the resumed run.
+                between calls. A resume with the same setting or with `"auto"` uses the number of the resumed run.
             pad: Whether to pad short batches to the full shape. If not, each size is compiled separately and must be divisible by the number of devices.
             accumulate_steps: The number of micro-batches that each batch is split into. A step processes them one after another, so that only the activations
                 of one are in memory, and uses the gradient of the whole batch. Batches are padded to a multiple of it. Evaluation and prediction do not split.

@@ -46,7 +46,7 @@ SECONDS = 3600.0
 MODULE = "benchmarks.real.worker"
 MODELS = ("gpt2", "resnet50", "vit_b16", "unet")
 LOGGED: tuple[str, ...] = ("gpt2", "resnet50")
-CALLED: tuple[str, ...] = ("resnet50",)  # A batch is 77 MB.
+CALLED: tuple[str, ...] = ("resnet50",)  # A batch is 77 MB, so calls have one step.
 CALLED_STEPS = 32
 OPTIONAL = ("fit8", "fit1", "keras", "lightning")  # Left out if they fail to start.
 # The defaults of the command, and those with `--gpu`.

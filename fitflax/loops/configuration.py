@@ -39,7 +39,7 @@ class CurrentTask:
         self.pad = True  # Whether short batches are padded.
         self.feeder = make_feeder(strategy, pad=True)
         self.steps_per_call: int | None = 1  # `None` for one or several, whichever is faster.
-        self.choice: str | None = None  # A message about what `steps_per_call="auto"` chose.
+        self.choice: str | None = None  # A message about the number of steps of a call.
         self.described: dict[str, Any] = {}  # Arguments of `compile` as numbers and strings.
 
     @property

@@ -337,11 +337,9 @@ def _first_batch(
 ) -> FedBatch | None:
     """Returns the first batch, which remains in the feed; `None` if the resumed run has had all batches."""
     source, fed = feed.source, None
-    # Batches that are too large to be read together are also too large for a call of several steps.
-    ahead = None if session.task.steps_per_call == 1 or source.batches_at_once == 1 else session.task.steps_per_call
     is_inside = progress.epoch_is_open and not progress.epoch_is_over
     if is_inside:
-        fed = feed.next(ahead)
+        fed = feed.next()
         if fed is None and plan.steps_per_epoch is None:
             # The run was interrupted after the last batch of an epoch, before it was known to be the last.
             progress.epoch_is_over = True
@@ -355,9 +353,9 @@ def _first_batch(
             fed = other.next()
         feed.catch_up()
     else:
-        fed = fed if is_inside else feed.next(ahead)
+        fed = fed if is_inside else feed.next()
         if fed is None and source.can_restart:
-            fed = feed.next(ahead)
+            fed = feed.next()
         if fed is not None:
             feed.push_back()
     if fed is None and saved is None:
@@ -398,23 +396,25 @@ def _resumed_values(session: Session, program: Program, saved: Saved) -> Resumed
 
 
 def _steps_per_call(session: Session, program: Program, fed: FedBatch | None, saved: Saved | None) -> int | None:
-    """Returns the number of steps of a call: as in the run to resume if its setting is the same, else at most the setting; `None` if it must be measured."""
+    """Returns the number of steps of a call: as in the run to resume if the setting is the same or `"auto"`, else at most the setting.
+
+    Returns `None` if it must be measured.
+    """
     task = session.task
     task.choice, setting, before = None, task.steps_per_call, None
     if saved is not None:
         before = int(saved.metadata.get("steps_per_call", 1))
-        if setting in (None, int(saved.metadata.get("max_steps_per_call", before))):
+        if fed is None or setting in (None, int(saved.metadata.get("max_steps_per_call", before))):
             return before
-    if fed is None:
-        return setting or 1
-    steps = program.limit_steps_per_call(setting, fed.batch, fed.num_rows)
+    assert fed is not None
+    steps = program.limit_steps_per_call(setting, fed.batch)
     if setting is None:
         if steps > 1 and not program.is_eager:
             return None
         task.choice = None if program.is_eager else "steps_per_call='auto' chose 1: batches are large."
         return 1
-    if steps != setting:
-        task.choice = f"A call has one step, not steps_per_call={setting}: batches are large."
+    if steps != setting and not program.is_eager:
+        task.choice = f"steps_per_call={setting} is limited to {steps}: batches are large."
     if before not in (None, steps):
         warn(
             f"The run used steps_per_call={before} and resumes with steps_per_call={steps}, so its results may differ by rounding. "
@@ -425,7 +425,7 @@ def _steps_per_call(session: Session, program: Program, fed: FedBatch | None, sa
 
 def _measure_steps_per_call(session: Session, program: Program, fed: FedBatch, keep: Keep) -> int:
     """Returns the number of steps of a call with which a step takes less time."""
-    size = program.limit_steps_per_call(None, fed.batch, fed.num_rows)
+    size = program.limit_steps_per_call(None, fed.batch)
     single, grouped = program.time_steps(session.state.need("fit").borrow(), fed, size, keep)
     if session.strategy.num_processes > 1:
         single, grouped = exchange([single, grouped], "the choice of steps_per_call")[0]

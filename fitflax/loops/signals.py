@@ -142,12 +142,14 @@ class Interruption:
         if os.getpid() != self._process:
             self._handle_in_fork(signal.Signals(number), frame)
             return
-        try:
-            self._request(signal.Signals(number))
-        except RuntimeError as error:
-            if not is_dead_worker(error):
-                raise
-            self._request(signal.Signals(number))  # A worker died before PyTorch's handler of SIGCHLD was replaced.
+        is_recorded = False
+        while not is_recorded:
+            try:
+                self._request(signal.Signals(number))
+                is_recorded = True
+            except RuntimeError as error:
+                if not is_dead_worker(error):  # Otherwise, a worker died before PyTorch's handler of SIGCHLD was replaced.
+                    raise
 
     def _request(self, number: signal.Signals) -> None:
         if self.requested is not None and number == signal.SIGINT:

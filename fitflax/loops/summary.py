@@ -42,7 +42,7 @@ def describe(session: Session, sample: Triple | None, *, memory: bool, sharding:
         if program.is_eager:
             raise ConfigError("summary(memory=True) needs a compiled step. Remove what disables jit: jax.disable_jit(), JAX_DISABLE_JIT or run_eagerly=True.")
         batch = session.data_adapter.sample(sample, accumulate_steps=task.numerics.accumulate_steps)
-        steps = program.limit_steps_per_call(session.task.steps_per_call or 1, batch, len(batch.mask))
+        steps = program.limit_steps_per_call(session.task.steps_per_call or 1, batch)
         program.preparation.train(state, batch, steps_per_call=steps)
         taken = program.preparation.memory()
     lines = [table, *describe_costs(program.preparation.forward_flops(state, whole), taken)]

@@ -38,9 +38,6 @@ PASSES = 3
 _GROUP_STEPS = 16
 _GROUP_BYTES = 2**26
 
-# Copying a larger batch into the memory of a call of several training steps takes longer than a call.
-_GROUPED_BYTES = 2**20
-
 # An evaluation of a batch with at most this many floating-point operations, and bytes that it reads and writes, takes about two milliseconds on a CPU core,
 # 20 times the overhead of a call, or less than one millisecond on a GPU.
 _CHEAP = 2e7
@@ -194,9 +191,9 @@ class Program:
     # -- several steps per call --
 
     @staticmethod
-    def limit_steps_per_call(steps: int | None, batch: Batch, num_rows: int) -> int:
-        """Returns the number of steps in a call: `steps`, by default 16, or 1 for batches of more than 1 MB, given one and its rows over all processes."""
-        return 1 if batch.nbytes * num_rows > _GROUPED_BYTES * len(batch.mask) else steps or _GROUP_STEPS
+    def limit_steps_per_call(steps: int | None, batch: Batch) -> int:
+        """Returns the number of steps in a call: `steps`, by default 16, or fewer if their batches, of this process, would take more than 64 MB."""
+        return _max_group_size(batch.nbytes, steps or _GROUP_STEPS)
 
     def time_steps(self, state: TrainState, fed: FedBatch, size: int, keep: Keep) -> tuple[float, float]:
         """Returns the seconds per step alone and in a call of `size` steps, measured on copies of the state, without reading data."""
@@ -339,13 +336,12 @@ class Preparation:
         return self._steps.begin(kind, carry, *arguments, *batches, keep=keep)
 
     def _choose_group_size(self, cost: Cost, batch: Batch, outputs: PyTree = ()) -> int:
-        """Returns how many batches to evaluate or predict in one call: up to 16 of 64 MB in total if the overhead of a call exceeds its computation."""
+        """Returns how many batches to evaluate or predict in one call: several if the overhead of a call exceeds its computation."""
         on_host = self._strategy.is_on_host
         # Inside a loop, XLA computes convolutions on one core.
         if max(cost.flops, cost.bytes_accessed) > (_CHEAP if on_host else _CHEAP_ON_ACCELERATORS) or (on_host and cost.has_convolution):
             return 1
-        num_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves((batch, outputs)))
-        return int(max(1, min(_GROUP_STEPS, _GROUP_BYTES // max(num_bytes, 1))))
+        return _max_group_size(sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves((batch, outputs))))
 
     def group_for(self, kind: str, batch: Batch) -> int:
         """Returns the number of batches like this one in a call of `"evaluate"` or `"predict"`."""
@@ -401,6 +397,11 @@ def _check_rows(outputs: PyTree, rows: tuple[int, ...], *, is_counted: bool) -> 
         raise ModelError(
             f"predict concatenates outputs along their first axis, which must be the examples, {rows[-1]} here. Received: {describe_shapes(outputs)}."
         )
+
+
+def _max_group_size(num_bytes: int, most: int = _GROUP_STEPS) -> int:
+    """Returns the number of steps in a call, given the bytes of one: `most`, or fewer if they would take more than 64 MB."""
+    return int(max(1, min(most, _GROUP_BYTES // max(num_bytes, 1))))
 
 
 def _scalar_loss_error(rows: int, size: int) -> LossError:

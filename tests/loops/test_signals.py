@@ -148,6 +148,9 @@ print("fit returned", flush=True)
 """
 
 
+IGNORED_BY_PYTHON = r"Exception ignored in: <function (?:_at_fork|_\w+Lock).*?\nRuntimeError: (?:DataLoader worker|cannot release un-acquired lock)[^\n]*\n"
+
+
 def signal_group(directory: pathlib.Path, env: dict[str, str], number: int, where: str, *, has_handler: bool, status: int) -> tuple[str, str]:
     """Starts the script, sends a signal to it and its workers, and returns what it printed.
 
@@ -160,7 +163,7 @@ def signal_group(directory: pathlib.Path, env: dict[str, str], number: int, wher
         assert line == "under way\n", line + process.communicate()[1]
         os.killpg(process.pid, number)
         out, err = run_script.finish(process, status=status)
-        return out, re.sub(r"Exception ignored in: <function _\w+Lock.*?\nRuntimeError: DataLoader worker [^\n]*\n", "", err, flags=re.DOTALL)
+        return out, re.sub(IGNORED_BY_PYTHON, "", err, flags=re.DOTALL)
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)

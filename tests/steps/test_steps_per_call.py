@@ -265,41 +265,57 @@ def test_auto_really_measures_and_does_not_change_the_state():
     assert_close(trainer, other)
 
 
+LIMIT = "fitflax.steps.program._GROUP_BYTES"
+BATCH_BYTES = X[:8].nbytes + 8 * 4
+
+
 def test_auto_does_not_try_groups_of_large_batches(monkeypatch):
     monkeypatch.setattr(Program, "time_steps", lambda self, state, fed, size, keep: pytest.fail("measured"))
-    monkeypatch.setattr("fitflax.steps.program._GROUPED_BYTES", 100)
+    monkeypatch.setattr(LIMIT, 2 * BATCH_BYTES - 1)
     make_trainer("auto").fit(X, Y, batch_size=8, steps=2, verbose=0)
 
 
-def test_large_batches_are_trained_in_calls_of_one_step_also_by_a_resume_that_begins_with_a_small_one(tmp_path, monkeypatch, capsys, recwarn):
-    def fit(steps: int, **options: Any) -> list[np.ndarray]:
-        trainer = make_trainer(4)
-        trainer.fit(X, Y, batch_size=8, steps=steps, resume="auto", callbacks=[calls, *options.pop("callbacks", [])], **options)
-        return leaves(trainer)
+@pytest.mark.parametrize(("most", "ends"), [(1, [1, 2, 3, 4, 5, 6]), (3, [3, 6])])
+def test_large_batches_limit_a_call_also_after_a_resume_that_begins_with_a_small_one(most, ends, tmp_path, monkeypatch, capsys, recwarn):
+    def fit(steps: int, **options: Any) -> tuple[list[int], list[np.ndarray]]:
+        trainer, calls = make_trainer(4), Calls()
+        trainer.fit(X, Y, batch_size=8, steps=steps, resume="auto", callbacks=[calls, ModelCheckpoint(tmp_path)], **options)
+        return calls.ends, leaves(trainer)
 
-    single = make_trainer(1)
-    single.fit(X, Y, batch_size=8, steps=9, verbose=0)
+    expected = make_trainer(most)
+    expected.fit(X, Y, batch_size=8, steps=9, verbose=0)
     with monkeypatch.context() as patch:
-        patch.setattr("fitflax.steps.program._GROUPED_BYTES", X[:8].nbytes)
-        calls = Calls()
-        fit(5, callbacks=[ModelCheckpoint(tmp_path)], verbose=2)
-    assert calls.ends == [1, 2, 3, 4, 5]
-    assert "A call has one step, not steps_per_call=4: batches are large." in capsys.readouterr().out
-    calls = Calls()
-    state = fit(9, callbacks=[ModelCheckpoint(tmp_path)], verbose=0)
-    assert calls.ends == [6, 7, 8, 9] and not recwarn.list
-    for ours, theirs in zip(state, leaves(single), strict=True):
+        patch.setattr(LIMIT, (most + 1) * BATCH_BYTES - 1)
+        assert fit(6, verbose=2)[0] == ends
+    assert f"steps_per_call=4 is limited to {most}: batches are large." in capsys.readouterr().out
+    calls, state = fit(9, verbose=0)
+    assert calls == [step + 6 for step in ends if step <= 3] and not recwarn.list
+    for ours, theirs in zip(state, leaves(expected), strict=True):
         np.testing.assert_array_equal(ours, theirs)
 
 
-def test_a_run_of_an_earlier_version_whose_calls_had_several_large_batches_resumes_with_them(tmp_path, monkeypatch, recwarn):
+def test_a_run_whose_calls_had_more_batches_than_the_limit_resumes_with_them(tmp_path, monkeypatch, recwarn):
+    """Runs of 0.1.0 had no limit."""
     make_trainer(4).fit(X, Y, batch_size=8, steps=4, callbacks=[ModelCheckpoint(tmp_path)], verbose=0)
-    monkeypatch.setattr("fitflax.steps.program._GROUPED_BYTES", 100)
+    monkeypatch.setattr(LIMIT, 100)
     calls = Calls()
     make_trainer(4).fit(X, Y, batch_size=8, steps=9, callbacks=[ModelCheckpoint(tmp_path), calls], resume=True, verbose=0)
     assert calls.ends == [6, 8, 9] and not recwarn.list
     with pytest.warns(FitflaxWarning, match=r"The run used steps_per_call=4 and resumes with steps_per_call=1.*pass compile\(steps_per_call=4\)"):
         make_trainer(2).fit(X, Y, batch_size=8, steps=10, callbacks=[ModelCheckpoint(tmp_path)], resume=True, verbose=0)
+    calls = Calls()
+    make_trainer("auto").fit(X, Y, batch_size=8, steps=12, callbacks=[ModelCheckpoint(tmp_path), calls], resume=True, verbose=0)
+    assert calls.ends == [11, 12] and not recwarn.list
+
+
+def test_without_jit_a_limit_is_saved_but_not_printed(tmp_path, monkeypatch, capsys, recwarn):
+    with monkeypatch.context() as patch:
+        patch.setattr(LIMIT, 100)
+        make_trainer(4, run_eagerly=True).fit(X, Y, batch_size=8, steps=1, callbacks=[ModelCheckpoint(tmp_path)], verbose=2)
+    assert "is limited" not in capsys.readouterr().out
+    calls = Calls()
+    make_trainer(4).fit(X, Y, batch_size=8, steps=3, callbacks=[ModelCheckpoint(tmp_path), calls], resume=True, verbose=0)
+    assert calls.ends == [2, 3] and not recwarn.list
 
 
 @pytest.mark.parametrize("value", [0, -1, 2.5, True, "fast"])
