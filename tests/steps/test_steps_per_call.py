@@ -1,5 +1,6 @@
 """`compile(steps_per_call=K)`: several steps in one call of the device. They equal single steps, and a call ends wherever a callback may read values."""
 
+import io
 from typing import Any
 
 import jax
@@ -14,7 +15,7 @@ from fitflax.data.batch import in_one_piece
 from fitflax.errors import ConfigError, FitflaxWarning
 from fitflax.parallel import DataParallel
 from fitflax.steps.compile import CompiledSteps
-from fitflax.steps.program import Program
+from fitflax.steps.program import Preparation, Program
 
 RNG = np.random.default_rng(0)
 X = RNG.standard_normal((44, 5)).astype(np.float32)
@@ -306,6 +307,19 @@ def test_a_run_whose_calls_had_more_batches_than_the_limit_resumes_with_them(tmp
     calls = Calls()
     make_trainer("auto").fit(X, Y, batch_size=8, steps=12, callbacks=[ModelCheckpoint(tmp_path), calls], resume=True, verbose=0)
     assert calls.ends == [11, 12] and not recwarn.list
+
+
+def test_a_summary_compiles_a_call_with_the_limit_of_fit(monkeypatch):
+    def train(self: Preparation, *arguments: Any, **options: Any) -> None:
+        prepared.append(options["steps_per_call"])
+        compile_step(self, *arguments, **options)
+
+    prepared: list[int] = []
+    compile_step = Preparation.train
+    monkeypatch.setattr(Preparation, "train", train)
+    monkeypatch.setattr(LIMIT, 3 * BATCH_BYTES - 1)
+    make_trainer(4).summary((X[:8], Y[:8]), memory=True, file=io.StringIO())
+    assert prepared == [2]
 
 
 def test_without_jit_a_limit_is_saved_but_not_printed(tmp_path, monkeypatch, capsys, recwarn):
