@@ -337,9 +337,12 @@ def _first_batch(
 ) -> FedBatch | None:
     """Returns the first batch, which remains in the feed; `None` if the resumed run has had all batches."""
     source, fed = feed.source, None
+    # The batches of the first call are read into one block, unless it would be larger than the blocks of single steps.
+    setting = session.task.steps_per_call or 1
+    ahead = setting if 1 < setting <= source.batches_at_once else None
     is_inside = progress.epoch_is_open and not progress.epoch_is_over
     if is_inside:
-        fed = feed.next()
+        fed = feed.next(ahead)
         if fed is None and plan.steps_per_epoch is None:
             # The run was interrupted after the last batch of an epoch, before it was known to be the last.
             progress.epoch_is_over = True
@@ -353,9 +356,9 @@ def _first_batch(
             fed = other.next()
         feed.catch_up()
     else:
-        fed = fed if is_inside else feed.next()
+        fed = fed if is_inside else feed.next(ahead)
         if fed is None and source.can_restart:
-            fed = feed.next()
+            fed = feed.next(ahead)
         if fed is not None:
             feed.push_back()
     if fed is None and saved is None:
@@ -408,13 +411,14 @@ def _steps_per_call(session: Session, program: Program, fed: FedBatch | None, sa
             return before
     assert fed is not None
     steps = program.limit_steps_per_call(setting, fed.batch)
+    reason = f"a batch has {fed.batch.nbytes / 2**20:.1f} MB, and the batches of a call at most 64 MB."
     if setting is None:
         if steps > 1 and not program.is_eager:
             return None
-        task.choice = None if program.is_eager else "steps_per_call='auto' chose 1: batches are large."
+        task.choice = None if program.is_eager else f"steps_per_call='auto' chose 1: {reason}"
         return 1
     if steps != setting and not program.is_eager:
-        task.choice = f"steps_per_call={setting} is limited to {steps}: batches are large."
+        task.choice = f"steps_per_call={setting} is limited to {steps}: {reason}"
     if before not in (None, steps):
         warn(
             f"The run used steps_per_call={before} and resumes with steps_per_call={steps}, so its results may differ by rounding. "

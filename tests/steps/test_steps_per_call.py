@@ -288,7 +288,7 @@ def test_large_batches_limit_a_call_also_after_a_resume_that_begins_with_a_small
     with monkeypatch.context() as patch:
         patch.setattr(LIMIT, (most + 1) * BATCH_BYTES - 1)
         assert fit(6, verbose=2)[0] == ends
-    assert f"steps_per_call=4 is limited to {most}: batches are large." in capsys.readouterr().out
+    assert f"steps_per_call=4 is limited to {most}: a batch has 0.0 MB, and the batches of a call at most 64 MB." in capsys.readouterr().out
     calls, state = fit(9, verbose=0)
     assert calls == [step + 6 for step in ends if step <= 3] and not recwarn.list
     for ours, theirs in zip(state, leaves(expected), strict=True):
