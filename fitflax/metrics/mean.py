@@ -253,7 +253,8 @@ def top_k_accuracy(outputs: Any, targets: Any, *, k: int, kind: Targets) -> jax.
 
 def _nan_for_nan_rows(outputs: jax.Array, is_correct: jax.Array) -> jax.Array:
     """Returns 1 or 0 for each example, NaN if one of its outputs `[..., classes]` is: comparisons with NaN are false, which says nothing about the class."""
-    return nan_unless(~jnp.isnan(outputs).any(axis=-1), is_correct.astype(jnp.float32))
+    highest = jnp.max(outputs, axis=-1)  # NaN if an output is. Most losses also need it, and XLA computes it once.
+    return nan_unless(~jnp.isnan(highest), is_correct.astype(jnp.float32))
 
 
 def _cosine(outputs: Any, targets: Any) -> jax.Array:

@@ -271,14 +271,14 @@ class CompiledSteps:
         def train_group(leaves: list[Any], key: jax.Array, sums: Sums, count: jax.Array, batches: Batch) -> Any:
             form, size = self._form_of(True), batches.mask.shape[0]
 
-            # Sums stay packed between steps, because XLA copies every array that a loop carries.
+            # Sums and values stay packed between steps, because XLA copies every array that a loop carries.
             def one(index: Any, carry: tuple[list[Any], Sums]) -> Any:
                 state, sums = Carry(carry[0], treedef, key).state(), form.unpack(carry[1])
                 state, new_sums, values, rows, kept = self._task.train_step(state, sums, _batch_at(batches, index), keep=keep)
-                return (Carry.of(strategy.pin(state)).leaves, form.pack(new_sums)), (values, kept), rows
+                return (Carry.of(strategy.pin(state)).leaves, form.pack(new_sums)), (as_vector(values, {}), kept), rows
 
             (leaves, sums), (values, kept), rows = _loop(one, (leaves, sums), size if spec.kind == "train whole group" else count, size)
-            return leaves, sums, as_vector(values, form.unpack(sums).metrics), rows, *kept
+            return leaves, sums, as_vector([values], form.unpack(sums).metrics), rows, *kept
 
         grads: Layout = "replicated"
         if keep.grads and self._task.custom_step is None and isinstance(spec.places, Places):
