@@ -200,6 +200,7 @@ def test_verdicts_use_the_larger_of_the_limit_and_the_control():
     tiny = {claim.what: claim for claim in compare.claims("tiny", TIMES, 10_000)}
     assert tiny["fit - jit"].found.median == pytest.approx(20) and tiny["fit - jit"].verdict == "ok"
     assert tiny["fit16 / jit, 2.5 times as fast"].verdict == "ok"
+    assert tiny["fit16 / scan"].limit == 1.2 and tiny["fit16 / scan"].verdict == "over"
     assert [claim.what for claim in compare.claims("digits", TIMES, 1)] == ["fit+tensorboard / fit", "fit+saving / fit"]
 
 

@@ -92,7 +92,6 @@ def test_an_accelerator_compiles_a_loop_for_whole_groups_and_another_for_shorter
     assert counted_here.names.count("jit(train_group)") == programs
 
 
-@pytest.mark.slow
 def test_hooks_see_a_call_as_one_batch_with_the_loss_of_its_last_step():
     calls = [Calls(), Calls()]
     for callback, size in zip(calls, (1, 4), strict=True):
@@ -112,7 +111,6 @@ def test_a_group_ends_where_a_trigger_fires_and_where_the_epoch_ends():
 
 
 @pytest.mark.parametrize("options", [{}, {"shuffle": False}, {"steps_per_epoch": 10}])
-@pytest.mark.slow
 def test_the_arrays_of_each_group_are_read_in_one_piece(options, monkeypatch):
     found = []
     monkeypatch.setattr("fitflax.steps.program.in_one_piece", lambda group: found.append((len(group), in_one_piece(group))) or found[-1][1])
@@ -270,10 +268,11 @@ LIMIT = "fitflax.steps.program._GROUP_BYTES"
 BATCH_BYTES = X[:8].nbytes + 8 * 4
 
 
-def test_auto_does_not_try_groups_of_large_batches(monkeypatch):
+def test_auto_does_not_try_groups_of_large_batches(monkeypatch, capsys):
     monkeypatch.setattr(Program, "time_steps", lambda self, state, fed, size, keep: pytest.fail("measured"))
     monkeypatch.setattr(LIMIT, 2 * BATCH_BYTES - 1)
-    make_trainer("auto").fit(X, Y, batch_size=8, steps=2, verbose=0)
+    make_trainer("auto").fit(X, Y, batch_size=8, steps=2, verbose=2)
+    assert "steps_per_call='auto' chose 1: a batch has 0.0 MB, and the batches of a call at most 64 MB." in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("most", "ends"), [(1, [1, 2, 3, 4, 5, 6]), (3, [3, 6])])
