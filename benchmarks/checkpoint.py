@@ -6,8 +6,8 @@ Each round runs base, fitflax, control, control, fitflax, base. The peers follow
 * restore: the base reads the bytes into fresh memory and computes their zlib.crc32. fitflax verifies everything and puts the arrays into their tree.
 * snapshot: the base copies every array. fitflax makes the copy that an asynchronous save writes during training, and waits for it.
 
-The control is a second base: its ratio shows how much this machine varies around 1. All files are read from the page cache, because they were just written.
-Old files are deleted before the clock starts. Memory is always fresh (glibc is told not to keep freed memory), as in a process that resumes.
+The control is a second base: its ratio shows how much this machine varies around 1. Old files are deleted before the clock starts. Files are read from the
+disk, not from the page cache, as after a restart of the machine. Memory is always fresh (glibc is told not to keep freed memory), as in a process that resumes.
 
 With `--pause`, it measures training during asynchronous saves instead; see `pause.py`.
 
@@ -70,6 +70,15 @@ def clear(path: pathlib.Path) -> pathlib.Path:
     shutil.rmtree(path, ignore_errors=True)
     path.unlink(missing_ok=True)
     return path
+
+
+def drop_from_page_cache(directory: pathlib.Path) -> None:
+    """Frees the page cache of all files in a directory, where the system allows it."""
+    for path in filter(pathlib.Path.is_file, directory.rglob("*")):
+        with open(path, "rb") as file:
+            os.fsync(file.fileno())
+            if hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def write_file(path: pathlib.Path, blocks: list[Any]) -> None:
@@ -172,16 +181,15 @@ def timed(contender: Contender) -> float:
     return seconds
 
 
-def measure(contenders: dict[str, Contender], rounds: int, directory: pathlib.Path | None = None) -> dict[str, Any]:
-    """Returns seconds and speeds. With `directory`, a contender's files are deleted before it runs again."""
+def measure(contenders: dict[str, Contender], rounds: int, prepare: Callable[[str], Any] = lambda who: None) -> dict[str, Any]:
+    """Returns seconds and speeds. `prepare(who)` is called before a contender runs again."""
     for contender in contenders.values():
         contender()  # Imports modules, starts threads and fills caches.
     core = ["base", "fitflax", "control"]
     seconds: dict[str, list[float]] = {who: [] for who in contenders}
     # Alternates the order, so that a machine that slows down affects all equally. The peers leave memory in another state, so they run last.
     for who in [*core, *reversed(core)] * rounds + [name for name in contenders if name not in core] * rounds:
-        if directory is not None:
-            clear(directory / who)
+        prepare(who)
         seconds[who].append(timed(contenders[who]))
 
     def speed(who: str) -> dict[str, float]:
@@ -294,11 +302,11 @@ def rows_of(megabytes: float, arrays: int, rounds: int, parent: pathlib.Path, pe
 
     with tempfile.TemporaryDirectory(dir=parent) as name:
         directory = pathlib.Path(name)
-        save = {"operation": "save", **size, **measure(chosen(savers(tree, directory)), rounds, directory)}
+        save = {"operation": "save", **size, **measure(chosen(savers(tree, directory)), rounds, lambda who: clear(directory / who))}
         readers = chosen(restorers(tree, directory))
         for who, contender in readers.items():
             check_same(tree, contender(), who)
-        restore = {"operation": "restore", **size, **measure(readers, rounds)}
+        restore = {"operation": "restore", **size, **measure(readers, rounds, lambda who: drop_from_page_cache(directory))}
     snapshot = {"operation": "snapshot", **size, **measure(copiers(tree), rounds)}
     del tree, readers
     save["extra_mb"] = {who: peak(who, megabytes, arrays, parent) for who in ("fitflax", *(("flax", "orbax") if peers else ()))}

@@ -57,8 +57,21 @@ def is_key(leaf: Any) -> bool:
     return hasattr(leaf, "dtype") and not isinstance(leaf.dtype, np.dtype) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
-def aligned_memory(num_bytes: int, *, alignment: int = 64, offset: int = 0) -> np.ndarray[Any, Any]:
-    """Returns uninitialized bytes that begin `offset` bytes after a multiple of `alignment`. CPU devices use memory at multiples of 64 without a copy.
+# CPU devices use memory that begins at a multiple of this without a copy.
+_ALIGNMENT = 64
+
+
+def is_aligned(array: Any) -> bool:
+    """Returns whether CPU devices use an array without a copy: if it is on a device, or in aligned memory.
+
+    >>> is_aligned(aligned_memory(3)), is_aligned(aligned_memory(3, offset=16))
+    (True, False)
+    """
+    return not isinstance(array, np.ndarray) or array.__array_interface__["data"][0] % _ALIGNMENT == 0
+
+
+def aligned_memory(num_bytes: int, *, alignment: int = _ALIGNMENT, offset: int = 0) -> np.ndarray[Any, Any]:
+    """Returns uninitialized bytes that begin `offset` bytes after a multiple of `alignment`.
 
     >>> aligned_memory(3).ctypes.data % 64, len(aligned_memory(3))
     (0, 3)
@@ -76,6 +89,19 @@ def aligned_empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray[Any, Any]:
     """
     array: np.ndarray[Any, Any] = aligned_memory(math.prod(shape) * np.dtype(dtype).itemsize).view(dtype).reshape(shape)
     return array
+
+
+def aligned_copy(array: np.ndarray[Any, Any], dtype: Any = None) -> np.ndarray[Any, Any]:
+    """Returns a copy in aligned memory, which CPU devices use without another copy.
+
+    XLA does not write into external memory: a step that donates the copy allocates its result elsewhere, and the copy is released.
+
+    >>> aligned_copy(np.ones(3), np.int32)
+    array([1, 1, 1], dtype=int32)
+    """
+    copy = aligned_empty(array.shape, array.dtype if dtype is None else dtype)
+    copy[...] = array
+    return copy
 
 
 def on_host(array: Any) -> np.ndarray[Any, Any]:

@@ -48,8 +48,11 @@ _BLOCK_BYTES = 2**22
 _MAX_WAITING_JOBS = 8
 # Smaller arrays are joined up to this size, because the thread may have to wait for the GIL after each system call.
 _BUFFER_BYTES = 2**16
-# The number of bytes after which the kernel is told to start writing them to the disk, so that the disk works in parallel.
+# The number of bytes after which the kernel is told to start writing them to the disk, so that the disk works in parallel, and the number of bytes before them
+# that it is told to free once they are written. Then the next bytes reuse their memory: with 1.5 GB on two cores, a save takes 3.6 s instead of 5.1 s, and
+# steps during it take 1.07 times as long as others instead of 1.15. The kernel visits each page of the second range, so the range is limited.
 _WRITE_BACK_BYTES = 2**24
+_FREED_BYTES = 2**27
 # The number of bytes of the next jax.Arrays that are copied from the device while one is written.
 _FETCH_AHEAD_BYTES = 2**24
 # States of callbacks rarely contain arrays.
@@ -192,7 +195,7 @@ def _pack(value: Any) -> bytes:
 
 
 class _FileSink:
-    """Writes to a file, and tells the kernel early to write it to the disk."""
+    """Writes to a file, and tells the kernel early to write it to the disk and to free its page cache, which training data may need."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -205,9 +208,11 @@ class _FileSink:
             self._num_bytes += len(buffer)
         if hasattr(os, "posix_fadvise") and self._num_bytes - self._sent_back >= _WRITE_BACK_BYTES:
             self._file.flush()
-            # POSIX_FADV_DONTNEED makes Linux start writing the pages back without blocking. It is only advice, and fsync() reports errors of the disk.
+            # POSIX_FADV_DONTNEED makes Linux start writing new pages back without blocking, and free those that are written. It is only advice, and fsync()
+            # reports errors of the disk.
+            begin = max(0, self._sent_back - _FREED_BYTES)
             with contextlib.suppress(OSError):
-                os.posix_fadvise(self._file.fileno(), self._sent_back, self._num_bytes - self._sent_back, os.POSIX_FADV_DONTNEED)
+                os.posix_fadvise(self._file.fileno(), begin, self._num_bytes - begin, os.POSIX_FADV_DONTNEED)
             self._sent_back = self._num_bytes
 
 

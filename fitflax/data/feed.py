@@ -24,7 +24,7 @@ from fitflax.data.padding import Batcher
 from fitflax.data.sources import OneShotSource, Source
 from fitflax.data.torch_loader import is_tensor, torch_batch
 from fitflax.errors import warn
-from fitflax.leaves import aligned_empty
+from fitflax.leaves import aligned_copy
 from fitflax.state import Batch
 
 _MARK = "_fitflax_is_from_data"
@@ -380,9 +380,7 @@ def _copied(leaf: Any) -> Any:
         return leaf.copy()  # Some of its values may be missing.
     if leaf.nbytes < _ALIGNED_BYTES or leaf.dtype.kind not in "biufc":
         return np.array(leaf, order="C")
-    copy = aligned_empty(leaf.shape, leaf.dtype)
-    np.copyto(copy, leaf)
-    return copy
+    return aligned_copy(leaf)
 
 
 def _structure_and_shapes(batch: Batch) -> tuple[Any, list[tuple[Any, Any]]]:

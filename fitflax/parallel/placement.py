@@ -15,7 +15,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from fitflax.errors import ConfigError
-from fitflax.leaves import aligned_empty, is_key, key_of, on_host
+from fitflax.leaves import aligned_copy, is_key, key_of, on_host
 from fitflax.state import PyTree
 
 _CONFIG: Any = jax.config  # Type checkers do not know its attributes.
@@ -65,22 +65,12 @@ def copy_leaf(leaf: Any) -> Any:
         return jnp.array(leaf, leaf.dtype)
     if is_key(leaf):
         return key_of(np.array(jax.device_get(jax.random.key_data(leaf))), jax.random.key_impl(leaf))
-    return _aligned_copy(leaf) if _may_be_memory_mapped(leaf) else np.array(jax.device_get(leaf))
+    return aligned_copy(leaf) if _may_be_memory_mapped(leaf) else np.array(jax.device_get(leaf))
 
 
 def _may_be_memory_mapped(leaf: Any) -> bool:
     """Returns whether an array may be memory-mapped, so that copying reads a file."""
     return isinstance(leaf, np.ndarray) and not leaf.flags.writeable
-
-
-def _aligned_copy(array: np.ndarray[Any, Any], dtype: Any = None) -> np.ndarray[Any, Any]:
-    """Returns an aligned copy, which CPU devices use without copying it again.
-
-    XLA does not write into external memory: the first step allocates its result elsewhere, and the copy is released.
-    """
-    copy = aligned_empty(array.shape, array.dtype if dtype is None else dtype)
-    copy[...] = array
-    return copy
 
 
 class RemoteArray(abc.ABC):
@@ -111,7 +101,7 @@ def put(leaf: Any, place: NamedSharding) -> Any:
     # Copy, because JAX may share the memory of host arrays.
     with explicitly():
         if _may_be_memory_mapped(leaf):
-            return jax.make_array_from_callback(host.shape, place, lambda index: _aligned_copy(np.asarray(host[index]), dtype))
+            return jax.make_array_from_callback(host.shape, place, lambda index: aligned_copy(np.asarray(host[index]), dtype))
         return jax.make_array_from_callback(host.shape, place, lambda index: np.array(host[index], dtype))
 
 

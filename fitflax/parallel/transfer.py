@@ -13,9 +13,12 @@ from jax.sharding import NamedSharding
 
 from fitflax.data.batch import full_mask
 from fitflax.data.padding import unboxed
-from fitflax.leaves import on_host
+from fitflax.leaves import aligned_copy, aligned_empty, is_aligned, on_host
 from fitflax.parallel.placement import explicitly, guards_transfers
 from fitflax.state import Batch, PyTree
+
+# The size of views from which a copy is worth its overhead.
+_COPIED_BYTES = 2**16
 
 
 def of_feed(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -34,6 +37,7 @@ class Transfer:
     def __init__(self, num_mapped: int, split: NamedSharding, group: NamedSharding, num_parts: int = 1, *, spans_processes: bool = False) -> None:
         self._num_mapped, self._num_parts, self._spans_processes = num_mapped, num_parts, spans_processes
         self._split, self._group = split, group
+        self._is_on_host = all(device.platform == "cpu" for device in split.device_set)  # type: ignore[attr-defined]
         self._put_mask = functools.lru_cache(maxsize=8)(self._put_full_mask)
 
     def feed(self, batch: Batch) -> Batch:
@@ -101,12 +105,13 @@ class Transfer:
     def _fold_group(self, count: int, size: int, leaf: Any) -> Any:
         """Returns `[count * batch, ...]` in the form of `_stack`, as a view if possible."""
         steps = leaf.reshape(count, -1, *leaf.shape[1:])
-        if self._num_mapped == 1 and count == size:
-            return steps
-        return self._stack(size, *steps)
+        if self._num_mapped != 1 or count != size:
+            return self._stack(size, *steps)
+        # CPU devices copy unaligned memory, into memory that the kernel may have to supply for each call.
+        return aligned_copy(steps) if self._is_on_host and leaf.nbytes >= _COPIED_BYTES and not is_aligned(leaf) else steps
 
     def _stack(self, size: int, *leaves: Any) -> Any:
-        """Returns `[batch, ...]` of several steps as `[size, batch, ...]`, or `[replicas, size, batch / replicas, ...]`, in new memory."""
+        """Returns `[batch, ...]` of several steps as `[size, batch, ...]`, or `[replicas, size, batch / replicas, ...]`, in new aligned memory."""
         if any(isinstance(leaf, jax.Array) for leaf in leaves):
             whole = jnp.stack([*leaves, *[leaves[-1]] * (size - len(leaves))])
             if self._num_mapped > 1:
@@ -115,7 +120,7 @@ class Transfer:
             return jax.device_put(whole, self._group)
         first = leaves[0] if self._num_mapped == 1 else self._fold(leaves[0])
         shape = (size, *first.shape) if self._num_mapped == 1 else (first.shape[0], size, *first.shape[1:])
-        stack: np.ndarray[Any, Any] = np.empty(shape, first.dtype)
+        stack = aligned_empty(shape, first.dtype)
         steps = stack if self._num_mapped == 1 else np.moveaxis(stack, 1, 0)
         for step, leaf in zip(steps, leaves, strict=False):  # Views. Unused steps are never read.
             step[...] = leaf if self._num_mapped == 1 else self._fold(leaf)

@@ -1,6 +1,7 @@
 """The writer and the reader themselves: blocks, threads, system calls, and entries that do not describe an array."""
 
 import errno
+import itertools
 import mmap
 import os
 import threading
@@ -93,14 +94,15 @@ def test_chunks_are_cut_into_blocks(tmp_path, monkeypatch):
         assert_same(read_state(tmp_path, metadata)["train"], {"w": whole})
 
 
-def test_write_back_is_requested_once_for_every_byte_except_at_the_end(tmp_path, blocks, monkeypatch):
+def test_the_kernel_is_told_to_write_each_byte_except_at_the_end_and_to_free_the_bytes_before_it(tmp_path, blocks, monkeypatch):
     asked = []
     monkeypatch.setattr(msgpack_format, "_WRITE_BACK_BYTES", 1000)
-    monkeypatch.setattr(os, "posix_fadvise", lambda descriptor, begin, length, advice: asked.append((begin, length)), raising=False)
+    monkeypatch.setattr(msgpack_format, "_FREED_BYTES", 3000)
+    monkeypatch.setattr(os, "posix_fadvise", lambda descriptor, begin, length, advice: asked.append((begin, begin + length)), raising=False)
     total = save(tmp_path)["state_bytes"]
-    ends = [begin + length for begin, length in asked]
-    assert [begin for begin, _ in asked] == [0, *ends[:-1]] and total - 1000 < ends[-1] <= total
-    assert all(length >= 1000 for _, length in asked)
+    begins, ends = zip(*asked, strict=True)
+    assert begins == tuple(max(0, end - 3000) for end in (0, *ends[:-1])) and begins[-1] > 0
+    assert total - 1000 < ends[-1] <= total and all(later - earlier >= 1000 for earlier, later in itertools.pairwise((0, *ends)))
 
 
 def test_advice_that_the_file_system_rejects_is_not_an_error(tmp_path, blocks, monkeypatch):

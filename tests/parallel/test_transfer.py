@@ -8,6 +8,7 @@ from flax import linen as nn
 
 import fitflax
 from fitflax.data.batch import full_mask
+from fitflax.leaves import aligned_memory, is_aligned
 from fitflax.parallel import DataParallel
 from fitflax.parallel.transfer import MAX_SHORT_STEPS, InFlight
 from fitflax.state import Batch
@@ -30,12 +31,26 @@ def test_batches_fed_together_are_the_same_batches_one_after_another(number, kin
     assert (mask if number == 1 else np.moveaxis(mask, 1, 0)).reshape(2, 6).sum(axis=1).tolist() == [6, 4]
 
 
-def test_batches_in_one_piece_are_fed_without_a_copy(devices):
-    whole = np.arange(48, dtype=np.float32).reshape(24, 2)
-    batches = [Batch(whole[6 * step : 6 * step + 6], (), full_mask(6)) for step in range(4)]
+@pytest.mark.parametrize(("rows", "offset", "is_copied"), [(6, 0, False), (6, 16, False), (6000, 0, False), (6000, 16, True)])
+def test_batches_in_one_piece_are_copied_only_if_they_are_large_and_a_cpu_would_copy_them(rows, offset, is_copied, devices):
+    whole = aligned_memory(32 * rows, offset=offset).view(np.float32).reshape(4 * rows, 2)
+    whole[...] = np.arange(8 * rows).reshape(4 * rows, 2)
+    batches = [Batch(whole[rows * step : rows * step + rows], (), full_mask(rows)) for step in range(4)]
     strategy = DataParallel(devices(1))
-    assert np.shares_memory(strategy.feed_group(batches, 4, (whole, (), None)).x, whole)
-    assert not np.shares_memory(strategy.feed_group(batches, 4).x, whole)
+    x = strategy.feed_group(batches, 4, (whole, (), None)).x
+    assert np.shares_memory(x, whole) is not is_copied and (offset == 16) == (not is_aligned(whole))
+    assert is_aligned(x) or rows == 6
+    np.testing.assert_array_equal(x, whole.reshape(4, rows, 2))
+    stacked = strategy.feed_group(batches, 4).x
+    assert is_aligned(stacked) and not np.shares_memory(stacked, whole)
+
+
+@pytest.mark.parametrize("aligned", [True, False])
+def test_a_cpu_uses_aligned_batches_without_another_copy(aligned, devices):
+    whole = aligned_memory(2**18, offset=0 if aligned else 16).view(np.float32).reshape(1024, 64)
+    whole[...] = 1.0
+    placed = jax.device_put(whole, devices(1)[0])
+    assert (placed.unsafe_buffer_pointer() == whole.ctypes.data) is aligned
 
 
 @pytest.mark.parametrize("number", [1, 2])
