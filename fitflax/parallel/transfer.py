@@ -37,7 +37,8 @@ class Transfer:
     def __init__(self, num_mapped: int, split: NamedSharding, group: NamedSharding, num_parts: int = 1, *, spans_processes: bool = False) -> None:
         self._num_mapped, self._num_parts, self._spans_processes = num_mapped, num_parts, spans_processes
         self._split, self._group = split, group
-        self._is_on_host = all(device.platform == "cpu" for device in split.device_set)  # type: ignore[attr-defined]
+        # Whether the devices use aligned memory without a copy; several devices copy their parts.
+        self._may_share = len(split.device_set) == 1 and all(device.platform == "cpu" for device in split.device_set)  # type: ignore[attr-defined]
         self._put_mask = functools.lru_cache(maxsize=8)(self._put_full_mask)
 
     def feed(self, batch: Batch) -> Batch:
@@ -107,8 +108,8 @@ class Transfer:
         steps = leaf.reshape(count, -1, *leaf.shape[1:])
         if self._num_mapped != 1 or count != size:
             return self._stack(size, *steps)
-        # CPU devices copy unaligned memory, into memory that the kernel may have to supply for each call.
-        return aligned_copy(steps) if self._is_on_host and leaf.nbytes >= _COPIED_BYTES and not is_aligned(leaf) else steps
+        # A CPU device would copy unaligned memory, into memory that the kernel may have to supply for each call.
+        return aligned_copy(steps) if self._may_share and leaf.nbytes >= _COPIED_BYTES and not is_aligned(leaf) else steps
 
     def _stack(self, size: int, *leaves: Any) -> Any:
         """Returns `[batch, ...]` of several steps as `[size, batch, ...]`, or `[replicas, size, batch / replicas, ...]`, in new aligned memory."""

@@ -9,7 +9,7 @@ from flax import linen as nn
 import fitflax
 from fitflax.data.batch import full_mask
 from fitflax.leaves import aligned_memory, is_aligned
-from fitflax.parallel import DataParallel
+from fitflax.parallel import DataParallel, Sharded
 from fitflax.parallel.transfer import MAX_SHORT_STEPS, InFlight
 from fitflax.state import Batch
 
@@ -43,6 +43,13 @@ def test_batches_in_one_piece_are_copied_only_if_they_are_large_and_a_cpu_would_
     np.testing.assert_array_equal(x, whole.reshape(4, rows, 2))
     stacked = strategy.feed_group(batches, 4).x
     assert is_aligned(stacked) and not np.shares_memory(stacked, whole)
+
+
+def test_several_devices_get_views_because_they_copy_their_parts(devices):
+    whole = aligned_memory(2**18, offset=16).view(np.float32).reshape(1024, 64)
+    batches = [Batch(whole[256 * step : 256 * step + 256], (), full_mask(256)) for step in range(4)]
+    strategy = Sharded({"data": 2}, devices=devices(2))
+    assert np.shares_memory(strategy.feed_group(batches, 4, (whole, (), None)).x, whole)
 
 
 @pytest.mark.parametrize("aligned", [True, False])
