@@ -49,8 +49,8 @@ _MAX_WAITING_JOBS = 8
 # Smaller arrays are joined up to this size, because the thread may have to wait for the GIL after each system call.
 _BUFFER_BYTES = 2**16
 # The number of bytes after which the kernel is told to start writing them to the disk, so that the disk works in parallel, and the number of bytes before them
-# that it is told to free once they are written. Then the next bytes reuse their memory: with 1.5 GB on two cores, a save takes 3.6 s instead of 5.1 s, and
-# steps during it take 1.07 times as long as others instead of 1.15. The kernel visits each page of the second range, so the range is limited.
+# that it is told to free once they are written. Then the next bytes reuse their memory: with 1.5 GB on two cores, a save takes 4.0 s instead of 5.1 s, and
+# steps during it take 1.09 times as long as others instead of 1.15. The kernel visits each page of the second range, so the range is limited.
 _WRITE_BACK_BYTES = 2**24
 _FREED_BYTES = 2**27
 # The number of bytes of the next jax.Arrays that are copied from the device while one is written.
