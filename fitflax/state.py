@@ -380,6 +380,8 @@ def start_average(params: PyTree) -> PyTree:
 
 def global_norm(tree: PyTree) -> jax.Array:
     """Returns the global L2 norm of a tree. It is computed in float32 or wider, because squares overflow float16 for values above 255."""
+    # Without the barrier, XLA shares the squares with optimizers such as Adam, and on a CPU it stores them.
+    tree = jax.lax.optimization_barrier(tree)
     return cast(jax.Array, optax.tree.norm(jax.tree.map(lambda leaf: leaf.astype(jnp.float32) if leaf.dtype.itemsize < 4 else leaf, tree)))
 
 

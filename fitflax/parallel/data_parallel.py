@@ -323,9 +323,10 @@ class DataParallel(Strategy):
     def _agree(self, leaf: jax.Array) -> Any:
         if not jnp.issubdtype(leaf.dtype, jnp.inexact):
             return self._first(leaf)
-        # The mean of equal floats may differ from them by rounding.
-        is_equal = lax.pmax(leaf, self.axis_name) == lax.pmin(leaf, self.axis_name)
-        return jnp.where(is_equal, leaf, lax.pmean(leaf, self.axis_name)).astype(leaf.dtype)
+        mean = lax.pmean(leaf, self.axis_name)
+        # The mean of equal floats may differ from them by rounding. On CPUs, `pmax` and `pmin` ignore NaN.
+        is_equal = (lax.pmax(leaf, self.axis_name) == lax.pmin(leaf, self.axis_name)) & ~jnp.isnan(mean)
+        return jnp.where(is_equal, leaf, mean).astype(leaf.dtype)
 
 
 class _WithEmptyArgument:

@@ -163,9 +163,17 @@ def unscaled(grads: PyTree, scale: jax.Array) -> PyTree:
     return jax.tree.map(one, grads)
 
 
-def is_finite(grads: PyTree) -> jax.Array:
-    """Returns whether all of the gradient is finite; bool `[]`."""
-    return jnp.all(jnp.array([jnp.all(jnp.isfinite(grad)) for grad in jax.tree.leaves(grads)], bool))
+def is_finite(leaf: jax.Array) -> jax.Array:
+    """Returns whether all values of an array are finite; bool `[]`."""
+    if not jnp.issubdtype(leaf.dtype, jnp.inexact):
+        return jnp.bool_(True)
+    # Other values than NaN and infinity give 0. `jnp.isfinite(leaf).all()` takes four times as long on CPUs, where `jnp.max` can ignore NaN.
+    return jnp.isfinite(jnp.sum(leaf - leaf))
+
+
+def all_finite(tree: PyTree) -> jax.Array:
+    """Returns whether all values of a tree are finite; bool `[]`."""
+    return jnp.array([is_finite(leaf) for leaf in jax.tree.leaves(tree)], bool).all()
 
 
 def with_loss_scale(optimizer: optax.GradientTransformationExtraArgs) -> optax.GradientTransformationExtraArgs:
@@ -185,7 +193,7 @@ def with_loss_scale(optimizer: optax.GradientTransformationExtraArgs) -> optax.G
 
     def update(grads: PyTree, state: LossScaled, params: PyTree = None, **extra: Any) -> tuple[PyTree, LossScaled]:
         updates, inner_state = optimizer.update(grads, state.inner_state, params, **extra)
-        is_good = is_finite(grads)
+        is_good = all_finite(grads)
         good_steps = jnp.where(is_good, state.good_steps + 1, 0)
         grows = good_steps >= PATIENCE
         grown = jnp.where(grows, jnp.minimum(state.scale * 2, MAX_SCALE), state.scale)
