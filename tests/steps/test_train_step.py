@@ -452,6 +452,19 @@ class Careless(fitflax.Trainer):
         return dataclasses.replace(state, params=params), logs
 
 
+@pytest.mark.parametrize("spoiled", [0, 1])
+def test_a_nan_of_one_replica_after_a_custom_update_is_in_the_parameters_of_all(spoiled: int, devices: Devices):
+    class Trainer(fitflax.Trainer):
+        def train_step(self, state: TrainState, batch: Batch) -> Any:
+            factor = jnp.where(jax.lax.axis_index("replica") == spoiled, jnp.nan, 1.0)
+            return dataclasses.replace(state, params=jax.tree.map(lambda leaf: factor * leaf, state.params)), {}
+
+    trainer = trainer_of(Net(), devices(2), None, kind=Trainer)
+    trainer.train_on_batch((X[:12], Y[:12]))
+    assert_replicas_equal(trainer.state)
+    assert all(np.isnan(leaf).all() for leaf in jax.tree.leaves(trainer.state.params))
+
+
 @pytest.mark.parametrize("num_devices", [1, 2, 3, 4])
 @pytest.mark.slow
 def test_a_custom_update_leaves_all_replicas_equal(num_devices: int, devices: Devices):

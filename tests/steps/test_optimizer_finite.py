@@ -1,0 +1,58 @@
+"""Checks of steps for values that are not finite."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+
+import fitflax
+from fitflax.parallel import DataParallel
+from fitflax.state import Batch
+from fitflax.steps.optimizer import all_finite, is_finite
+from fitflax.steps.outputs import NOTHING, Keep
+
+SIZE = 100_000  # XLA computes large sums and maxima differently.
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32, jnp.float8_e5m2])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_a_value_that_is_not_finite_is_found_anywhere(dtype, value):
+    check = jax.jit(is_finite)
+    for place in (0, 1, 31, SIZE // 2, SIZE - 1):
+        values = np.ones(SIZE, np.float32)
+        values[place] = value
+        assert not check(jnp.asarray(values).astype(dtype)), place
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
+def test_the_largest_finite_values_are_finite(dtype):
+    # The sum of them, or of their squares, is not.
+    values = jnp.full(SIZE, jnp.finfo(dtype).max, dtype).at[::3].multiply(-1)
+    assert jax.jit(is_finite)(values)
+
+
+def test_integers_empty_arrays_and_empty_trees_are_finite():
+    assert is_finite(jnp.full(3, 2**31 - 1)) and is_finite(jnp.zeros((0, 3))) and all_finite({})
+    assert not all_finite({"a": jnp.ones(2), "b": [jnp.int32(1), jnp.array([1.0, jnp.nan])]})
+    assert not is_finite(jnp.array([1, complex(0, np.inf)]))
+
+
+def test_checks_and_norms_of_gradients_need_no_memory_of_their_size():
+    x = np.ones((8, 1024), np.float32)
+    trainer = fitflax.Trainer(nn.Dense(1024), parallel=DataParallel(jax.devices()[:1]))
+    # Adam needs the squares of the gradient too. XLA could store them to use them twice.
+    trainer.compile(optax.adam(0.1), "mse")
+    trainer.build((x, x))
+    session = trainer._session
+    program, batch = session.task.need_compiled("test"), Batch(x, x, np.ones(len(x), bool))
+    program.preparation.train(session.state.live.borrow(), batch)
+    carry = session.state.live.take()
+
+    def temporary_bytes(keep):
+        step = program._steps.get("train", carry, keep=keep)
+        lowered = step.lower(carry.leaves, carry.key, program.empty_sums(train=True), session.strategy.feed(batch))
+        return lowered.compile().memory_analysis().temp_size_in_bytes
+
+    assert temporary_bytes(Keep(norm=True, culprit=True)) < temporary_bytes(NOTHING) + 2**20  # The gradient has 4 MiB.
