@@ -33,8 +33,8 @@ def test_the_largest_finite_values_are_finite(dtype):
     assert jax.jit(is_finite)(values)
 
 
-def test_integers_empty_arrays_and_empty_trees_are_finite():
-    assert is_finite(jnp.full(3, 2**31 - 1)) and is_finite(jnp.zeros((0, 3))) and all_finite({})
+def test_integers_booleans_empty_arrays_and_empty_trees_are_finite():
+    assert is_finite(jnp.full(3, 2**31 - 1)) and is_finite(jnp.array([True])) and is_finite(jnp.zeros((0, 3))) and all_finite({})
     assert not all_finite({"a": jnp.ones(2), "b": [jnp.int32(1), jnp.array([1.0, jnp.nan])]})
     assert not is_finite(jnp.array([1, complex(0, np.inf)]))
 
