@@ -381,10 +381,11 @@ def start_average(params: PyTree) -> PyTree:
 def global_norm(tree: PyTree) -> jax.Array:
     """Returns the global L2 norm of a tree. It is computed in float32 or wider, because squares overflow float16 for values above 255."""
 
-    # On a CPU, XLA would store the squares if an optimizer needs them too, and sums over all axes are slower than two sums. Barriers prevent both.
     def sums_of_squares(leaf: jax.Array) -> jax.Array:
-        wide = jax.lax.optimization_barrier(leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32)))
-        return cast(jax.Array, jax.lax.optimization_barrier(jnp.sum(jnp.square(jnp.abs(wide)), axis=-1 if leaf.ndim else None)))
+        # Barriers for CPUs, where XLA would store squares that an optimizer needs too, and where one sum over all axes is slower than two.
+        values = jax.lax.optimization_barrier(leaf)
+        squares = jnp.square(jnp.abs(values.astype(jnp.promote_types(leaf.dtype, jnp.float32))))
+        return cast(jax.Array, jax.lax.optimization_barrier(squares.sum(axis=-1 if leaf.ndim else None)))
 
     return jnp.sqrt(optax.tree.sum(jax.tree.map(sums_of_squares, tree)))
 
