@@ -381,13 +381,22 @@ def start_average(params: PyTree) -> PyTree:
 def global_norm(tree: PyTree) -> jax.Array:
     """Returns the global L2 norm of a tree. It is computed in float32 or wider, because squares overflow float16 for values above 255."""
 
+    def wide(leaf: jax.Array) -> jax.Array:
+        return leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32))
+
     def sums_of_squares(leaf: jax.Array) -> jax.Array:
-        # Barriers for CPUs, where XLA would store squares that an optimizer needs too, and where one sum over all axes is slower than two.
-        values = jax.lax.optimization_barrier(leaf)
-        squares = jnp.square(jnp.abs(values.astype(jnp.promote_types(leaf.dtype, jnp.float32))))
+        # Without barriers, XLA would store squares that an optimizer needs too, and would join this sum with the next, which is slower.
+        squares = jnp.square(jnp.abs(wide(jax.lax.optimization_barrier(leaf))))
         return cast(jax.Array, jax.lax.optimization_barrier(squares.sum(axis=-1 if leaf.ndim else None)))
 
-    return jnp.sqrt(optax.tree.sum(jax.tree.map(sums_of_squares, tree)))
+    return cast(
+        jax.Array,
+        jax.lax.platform_dependent(
+            tree,
+            cpu=lambda tree: jnp.sqrt(optax.tree.sum(jax.tree.map(sums_of_squares, tree))),
+            default=lambda tree: optax.tree.norm(jax.tree.map(wide, tree)),
+        ),
+    )
 
 
 def shapes_in(tree: PyTree) -> PyTree:

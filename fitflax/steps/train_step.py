@@ -25,7 +25,7 @@ from fitflax.models.base import Draws
 from fitflax.state import AxisNames, Batch, PyTree, TrainState, global_norm, start_average
 from fitflax.steps.gradients import MUTABLE_HINT, ForwardPass, Notes, StreamKeys, merge_all, ratio, split, split_key
 from fitflax.steps.live_state import same_types, strong_types
-from fitflax.steps.optimizer import MIN_SCALE, all_finite, is_finite, loss_functions, unscaled
+from fitflax.steps.optimizer import MIN_SCALE, are_finite, loss_functions, unscaled
 from fitflax.steps.outputs import NOTHING, EvalSums, Keep, Kept, Suspects, TotalLoss, TrainSums, collects, computed, rows_of, summed
 
 TrainStep = Callable[[TrainState, Batch], tuple[TrainState, dict[str, Any]]]
@@ -113,7 +113,7 @@ class Task(ForwardPass):
         if keep.culprit:
             names, values = zip(*_suspects_of(done), strict=True)
             suspects = Suspects(names)
-            are_bad = ~jnp.stack([is_finite(leaf) for leaf in values])
+            are_bad = ~are_finite(values)
             first = jnp.where(are_bad.any(), jnp.argmax(are_bad), -1).astype(jnp.int32)
             # An optimizer can return infinite parameters for finite gradients, and the norm can overflow float32 although the gradient is finite.
             are_good = ~are_bad[len(are_bad) - len(jax.tree.leaves(done.state.params)) :].any()
@@ -177,7 +177,7 @@ class Task(ForwardPass):
         is_good, is_skipped = jnp.isfinite(loss) & is_norm_finite, None
         new_state = same_types(dataclasses.replace(state, step=step, params=params, model_state=model_state, opt_state=opt_state), state)
         if scale is not None:
-            is_skipped = ~all_finite(grads)
+            is_skipped = ~are_finite(jax.tree.leaves(grads)).all()
             # At the smallest scale, a gradient that is not finite is as bad as without scaling.
             is_good = jnp.isfinite(loss) & (is_norm_finite | (is_skipped & (scale > MIN_SCALE)))
             params, model_state = optax.tree.where(is_skipped, (state.params, state.model_state), (new_state.params, new_state.model_state))
