@@ -174,6 +174,7 @@ def test_a_run_resumes_with_fewer_workers_after_a_node_is_lost(cluster, tmp_path
 @pytest.mark.slow
 def test_a_run_resumes_with_more_workers_after_a_node_is_added(cluster, tmp_path):
     cluster.kill_node(next(iter(cluster.cluster.worker_nodes)).node_id)
+    cluster.cluster.wait_for_nodes(timeout=SECONDS)  # Until Ray notices, it could begin with two workers, or restart a run for them.
     try:
         # A restart with more workers is not a failure.
         options = {"workers": [1, 2], "resize": 1.0, "max_failures": 0}
