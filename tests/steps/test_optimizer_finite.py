@@ -63,3 +63,17 @@ def test_checks_and_norms_of_gradients_need_no_memory_of_their_size():
         return lowered.compile().memory_analysis().temp_size_in_bytes
 
     assert temporary_bytes(Keep(norm=True, culprit=True)) < temporary_bytes(NOTHING) + 2**20  # The gradient has 4 MiB.
+
+
+def test_a_step_is_skipped_if_only_one_of_the_gradients_overflows():
+    class Two(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            small, large = (self.param(name, nn.initializers.zeros, ()) for name in ("small", "large"))
+            return small * x[:, 0] + large * x[:, 1]
+
+    trainer = fitflax.Trainer(Two(), parallel=DataParallel(jax.devices()[:1]))
+    trainer.compile(optax.sgd(1.0), lambda outputs, targets: outputs, precision="float16")
+    trainer.train_on_batch((np.array([[1, 60000]], np.float32), np.zeros(1, np.float32)))
+    assert float(trainer.state.params["small"]) == float(trainer.state.params["large"]) == 0
+    assert float(trainer.state.opt_state.scale) == 2.0**14
