@@ -50,7 +50,7 @@ CALLED: tuple[str, ...] = ("resnet50",)  # A batch is 77 MB, so calls have one s
 CALLED_STEPS = 32
 OPTIONAL = ("fit8", "fit1", "keras", "lightning")  # Left out if they fail to start.
 # The defaults of the command, and those with `--gpu`.
-ON_CPU: dict[str, Any] = {"size": "cpu", "rounds": 3, "steps": 6, "every": 6, "epoch": 6}
+ON_CPU: dict[str, Any] = {"size": "cpu", "rounds": 3, "steps": 6, "every": 24, "epoch": 6}
 ON_GPU: dict[str, Any] = {"size": "full", "rounds": 5, "steps": 20, "every": 50, "epoch": 20, "without": ["evaluation", "warm"], "minutes": 7.2}
 
 

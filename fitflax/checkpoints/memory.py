@@ -1,6 +1,7 @@
 """Memory for copies of a state: arrays fetched from devices; host memory, either new and in huge pages, or reused; and whether devices have room for a copy."""
 
 import collections
+import contextlib
 import functools
 import math
 import weakref
@@ -18,6 +19,7 @@ _LARGE_BYTES = 2**24
 _SLAB_BYTES = 2**25
 # The alignment of arrays; see `_memory`.
 _ALIGNMENT = 64
+_PIECE_BYTES = 2**24
 # The size of a huge page, and the size from which NumPy requests them.
 _PAGE_BYTES = 2**21
 _PAGES_BYTES = 2**22
@@ -76,13 +78,14 @@ class Loan:
 class ReusedMemory:
     """Memory that is reused for one copy of a state after another, so that only the first copy waits for the kernel to supply it.
 
-    A block is reused once nothing refers to its last loan, so a reader of an array prevents it from being overwritten. All methods except `release` must
-    be called from one thread.
+    A block is reused once nothing refers to its last loan, so a reader of an array prevents it from being overwritten. All methods except `touch` and
+    `release` must be called from one thread.
     """
 
     def __init__(self) -> None:
         self._blocks: list[np.ndarray[Any, Any]] = []
         self._loans: list[weakref.ref[Loan]] = []
+        self._untouched: collections.deque[np.ndarray[Any, Any]] = collections.deque()  # Pieces of reserved blocks. They keep their loan alive.
 
     @property
     def num_lent(self) -> int:
@@ -104,9 +107,24 @@ class ReusedMemory:
         self._loans.append(weakref.ref(loan))
         return loan
 
+    def reserve(self, num_bytes: int, *, max_blocks: int = 1) -> None:
+        """Lends a block, as `lend` does, until `touch` is done with it."""
+        block = np.asarray(self.lend(num_bytes, max_blocks=max_blocks))
+        self._untouched.extend(block[begin : begin + _PIECE_BYTES] for begin in range(0, num_bytes, _PIECE_BYTES))
+
+    def touch(self) -> None:
+        """Writes to all pages of reserved blocks, so that the kernel supplies them; piecewise, so that other threads can run Python code.
+
+        Threads that call it at the same time share the work, and return when no piece is left to begin.
+        """
+        with contextlib.suppress(IndexError):
+            while True:
+                self._untouched.popleft().fill(0)
+
     def release(self) -> None:
         """Frees all blocks; those in use live until their last array is gone."""
         self._blocks = []
+        self._untouched.clear()
 
     def _living(self) -> list[Loan]:
         living = [loan for reference in self._loans if (loan := reference()) is not None]

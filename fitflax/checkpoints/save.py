@@ -120,6 +120,7 @@ class _RunSave:
 
     def _wait_for_room(self) -> None:
         position, snapshots = self._run.position, self._run.snapshots
+        self._saver.memory.touch()  # The saver's thread may not be done, because it has a low priority. Two threads take half of the time.
         if position.is_last or position.is_rescue:
             self._saver.wait_until_idle()  # Otherwise, this one is skipped if an earlier save fails, and no later one tries again.
         snapshots.wait_for_room()

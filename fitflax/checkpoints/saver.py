@@ -36,8 +36,6 @@ NICENESS_ON_HOST = 10
 # times with 19, and 1.07 times with both. Not for small saves, whose Python code, which holds the GIL, must not wait for the steps.
 NICENESS_OF_LARGE = 19
 
-_PIECE_BYTES = 2**24
-
 
 @dataclasses.dataclass(slots=True, eq=False)
 class _Job:
@@ -290,8 +288,9 @@ class Snapshots:
             return
         arrays = (leaf for leaf in leaves_of(self._plain(self._live.borrow()).tree) if isinstance(leaf, (jax.Array, np.ndarray)))
         num_bytes = sum(_lent_bytes(array) for array in arrays if not is_spread(array) and _is_copied(array))
-        if num_bytes:  # Before `lower_priority`, or it might not be done by the first save on a busy machine.
-            self._saver.submit(functools.partial(_touch, self._saver.memory.lend(num_bytes, max_blocks=self._max_copies)), is_save=False)
+        if num_bytes:
+            self._saver.memory.reserve(num_bytes, max_blocks=self._max_copies)
+            self._saver.submit(self._saver.memory.touch, is_save=False)  # Before `lower_priority`, which would delay it on a busy machine.
 
     def wait_for_room(self) -> None:
         """Waits until a save of this step would neither block nor exceed the memory for snapshots."""
@@ -366,12 +365,6 @@ class _DeviceSnapshot:
             train, run = self._copies
             self._copies, self._is_on_host = (host_copy(train, wait=False), host_copy(run, wait=False)), True
         return self._copies
-
-
-def _touch(loan: Loan) -> None:
-    """Writes to all pages of a block, so that the kernel supplies them; piecewise, so that other threads can run Python code."""
-    for begin in range(0, len(loan.block), _PIECE_BYTES):
-        loan.block[begin : begin + _PIECE_BYTES].fill(0)
 
 
 def _return_copies(copies: tuple[Plain, Plain], loans: list[Loan]) -> tuple[Plain, Plain]:

@@ -2,12 +2,14 @@
 
 import gc
 import math
+import threading
 import weakref
 
 import ml_dtypes
 import numpy as np
 import pytest
 
+from fitflax.checkpoints import memory as module
 from fitflax.checkpoints.memory import Arena, DeviceRoom, Loan, ReusedMemory, peak_with_copy
 from tests.checkpoints.samples import kept_bytes
 
@@ -153,6 +155,31 @@ def test_memory_of_another_size_is_released_but_arrays_still_lent_stay_unchanged
         assert all((array == index).all() for index, array in enumerate(arrays))
         del arrays
         assert block() is None
+
+
+def test_threads_share_the_work_of_touching_reserved_memory(monkeypatch):
+    monkeypatch.setattr(module, "_PIECE_BYTES", 300)
+    monkeypatch.setattr(module, "_memory", lambda num_bytes: np.full(num_bytes, 7, np.uint8))
+    memory = ReusedMemory()
+    memory.reserve(100_000)
+    (block,) = memory._blocks
+    assert memory.num_lent == 1 and (block == 7).all()
+    threads = [threading.Thread(target=memory.touch) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert memory.num_lent == 0 and (block == 0).all()
+    assert memory.lend(100_000).block is block
+
+
+def test_reserved_memory_is_released_even_if_it_was_never_touched():
+    memory = ReusedMemory()
+    memory.reserve(1000)
+    block = weakref.ref(memory._blocks[0])
+    memory.release()
+    assert memory.num_lent == 0 and block() is None
+    memory.touch()
 
 
 def test_memory_is_released_when_it_is_no_longer_lent():

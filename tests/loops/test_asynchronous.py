@@ -168,14 +168,29 @@ def test_all_copies_of_a_large_state_reuse_the_same_memory_which_is_released_at_
 
 @pytest.mark.slow
 def test_memory_for_the_first_copy_is_prepared_in_advance_only_if_there_will_be_a_copy(loans, tmp_path, monkeypatch):
-    touched, touch = [], saver._touch
-    monkeypatch.setattr(saver, "_touch", lambda loan: touched.append(threading.current_thread().name) or touch(loan))
+    touched, touch = [], ReusedMemory.touch
+    monkeypatch.setattr(ReusedMemory, "touch", lambda memory: touched.append(threading.current_thread().name) or touch(memory))
     trainer = make_trainer()
     fit(trainer, ModelCheckpoint(tmp_path / "a", save_last=False, every=fitflax.every(steps=100)), steps=3)
     assert touched == ["fitflax-saver"] and len(loans["blocks"]) == 1 and loans["blocks"][0]() is None
     fit(trainer, ModelCheckpoint(tmp_path / "b", asynchronous=False), steps=1)
     fit(trainer, steps=1)
     assert len(touched) == 1
+
+
+def test_a_save_helps_to_prepare_its_memory(loans, tmp_path, monkeypatch):
+    touched, ready, touch = [], threading.Event(), ReusedMemory.touch
+
+    def slow_in_the_thread(memory: ReusedMemory) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            assert ready.wait(60)  # As if training took all CPU time.
+        touched.extend([threading.current_thread().name] * len(memory._untouched))
+        touch(memory)
+        ready.set()
+
+    monkeypatch.setattr(ReusedMemory, "touch", slow_in_the_thread)
+    fit(make_trainer(), ModelCheckpoint(tmp_path, every=EVERY), steps=7)
+    assert touched == ["MainThread"] and loans["counts"][:2] == [1, 1] and len(loans["blocks"]) == 1
 
 
 def test_callbacks_that_save_the_same_step_share_a_copy_of_a_large_state_without_waiting(loans, tmp_path, monkeypatch):
