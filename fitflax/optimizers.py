@@ -292,8 +292,9 @@ def set_hyperparam(opt_state: Any, name: str, value: Any) -> Any:
     known = list(get_hyperparams(opt_state))
     if not nodes:
         have = f"It has: {', '.join(known)}." if known else "It has none."
-        advice = f"Inject it: optax.inject_hyperparams(optax.adamw)(learning_rate=0.001, {name}=...)."
-        raise OptimizerError(f"The optimizer has no injected hyperparameter {name!r}. {have}{did_you_mean(name, known)} {advice}")
+        meant = did_you_mean(ONLY_RATE if name == "lr" else name, known)
+        advice = f" Inject it: optax.inject_hyperparams(optax.adamw)(learning_rate=0.001, {name}=...)."
+        raise OptimizerError(f"The optimizer has no injected hyperparameter {name!r}. {have}{meant or advice}")
     if len(nodes) > 1:
         advice = "Use trainer.learning_rates, or inject it only once." if name == ONLY_RATE else "Inject it only once."
         raise OptimizerError(f"This optimizer has {len(nodes)} hyperparameters named {name!r}. {advice}")

@@ -344,6 +344,14 @@ def test_trials_of_an_nnx_module_reject_an_invalid_value_at_every_call():
             losses(trial)
 
 
+def test_the_abbreviation_of_learning_rate_is_recognized():
+    trainer = fitflax.Trainer(nn.Dense(1))
+    trainer.compile("sgd", "mse")
+    trainer.build((X, Y))
+    with pytest.raises(OptimizerError, match=r"no injected hyperparameter 'lr'\. It has: learning_rate\. Did you mean 'learning_rate'\?$"):
+        trainer.with_hyperparams(lr=0.1)
+
+
 def test_trials_work_with_an_nnx_module():
     trainer = fitflax.Trainer(nnx.Linear(3, 1, rngs=nnx.Rngs(0)))
     trainer.compile("sgd", "mse", learning_rate=0.1)
