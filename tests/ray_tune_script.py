@@ -76,7 +76,7 @@ def main():
         space = {"learning_rate": tune.grid_search(rates)}
     else:
         options["epochs"] = 12
-        mutations = {"learning_rate": tune.loguniform(1e-3, 0.3)}
+        mutations = {"learning_rate": tune.loguniform(1e-3, 0.1)}  # The loss may increase with 0.2.
         scheduler = tune.schedulers.PopulationBasedTraining(time_attr="epoch", perturbation_interval=3, hyperparam_mutations=mutations, synch=True)
         space = {"learning_rate": tune.grid_search([0.1, 0.0001, 0.001, 0.01])}
     tune_config = tune.TuneConfig(metric="loss", mode="min", scheduler=scheduler, reuse_actors=True)
