@@ -6,6 +6,7 @@ A step returns its values as one vector, which is not donated, so it can be read
 import contextlib
 import dataclasses
 import math
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any, Literal, NamedTuple, Self, cast
@@ -195,7 +196,7 @@ def flat_name(group: str, key: str) -> str:
     >>> flat_name("train", "loss"), flat_name("val", "loss")
     ('loss', 'val_loss')
     """
-    return key if group == "train" else f"{group}_{key}"
+    return key if group == "train" else sys.intern(f"{group}_{key}")  # The history has it in each epoch.
 
 
 def default_direction(name: str) -> Literal["min"] | None:
