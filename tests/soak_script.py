@@ -5,7 +5,6 @@
 
 import itertools
 import json
-import math
 import os
 import pathlib
 import sys
@@ -21,26 +20,20 @@ from fitflax import callbacks
 
 
 class Resident(callbacks.Callback):
-    """Records the time, and the lowest resident memory of the process in MB, for each twentieth of a run of `epochs` epochs.
-
-    The lowest, because a save that is in progress at the end of an epoch holds a few MB for a moment.
-    """
+    """Records the process's resident memory, in MB, and the time twenty times in a run of `epochs` epochs."""
 
     def __init__(self, epochs: int) -> None:
         super().__init__()
         self._every = epochs // 20
-        self._lowest = math.inf
         self.megabytes: list[float] = []
         self.times = [time.perf_counter()]
 
     @override
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        pages = int(pathlib.Path("/proc/self/statm").read_text(encoding="utf-8").split()[1])
-        self._lowest = min(self._lowest, pages * os.sysconf("SC_PAGE_SIZE") / 2**20)
         if (epoch + 1) % self._every == 0:
-            self.megabytes.append(self._lowest)
+            pages = int(pathlib.Path("/proc/self/statm").read_text(encoding="utf-8").split()[1])
+            self.megabytes.append(pages * os.sysconf("SC_PAGE_SIZE") / 2**20)
             self.times.append(time.perf_counter())
-            self._lowest = math.inf
 
 
 class Net(nn.Module):
